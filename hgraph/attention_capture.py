@@ -1,0 +1,139 @@
+"""Attention at capture time: a model's own causal attention becomes packed attention.
+
+Two ways in, both without touching the user's model:
+
+- a model that calls `torch.nn.functional.scaled_dot_product_attention` is served by a torch function mode that
+  rewrites causal calls, whatever back end torch would choose; masks that mean something else are refused by name;
+- a Hugging Face model is switched, while it is traced, to an attention function registered through
+  `transformers.AttentionInterface`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hgraph.errors import CaptureError
+from hgraph.packed_attention import packed_attention
+
+__all__ = ["attention_as_packed"]
+
+_HUGGING_FACE_NAME = "hydraulis_packed"
+_cu_seqlens: ContextVar[Tensor] = ContextVar("cu_seqlens of the packed batch that is being traced")
+
+
+@contextlib.contextmanager
+def attention_as_packed(model: nn.Module, cu_seqlens: Tensor) -> Iterator[None]:
+    """Within it, causal attention of `model` stays inside the documents that `cu_seqlens` bounds."""
+    token = _cu_seqlens.set(cu_seqlens)
+    try:
+        with _hugging_face_attention(model), _RewriteAttention():
+            yield
+    finally:
+        _cu_seqlens.reset(token)
+
+
+class _RewriteAttention(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _scaled_dot_product_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Packed attention for query [..., H, T, D], key [..., K, T, D], value [..., K, T, E] with leading dims of 1."""
+    if attn_mask is not None:
+        _refuse("an explicit attn_mask", "pass is_causal=True and no mask; documents are kept apart by cu_seqlens")
+    if not is_causal:
+        _refuse("attention that is not causal", "pass is_causal=True")
+    if dropout_p:
+        _refuse(f"dropout_p={dropout_p}", "set attention dropout to 0")
+    if any(size != 1 for size in query.shape[:-3]):
+        _refuse(f"a batch of {tuple(query.shape[:-3])} rows", "a packed batch is one row: use tokens[None]")
+    if query.ndim < 3:
+        _refuse(f"a query of {query.ndim} dims", "expected [..., heads, tokens, head size]")
+    if query.shape[-3] % key.shape[-3] or (query.shape[-3] != key.shape[-3] and not enable_gqa):
+        _refuse(f"{query.shape[-3]} query heads over {key.shape[-3]} key heads", "pass enable_gqa=True")
+    lead = query.ndim - 3
+    rows = [_drop_leading(tensor, lead).transpose(0, 1) for tensor in (query, key, value)]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attended = packed_attention(rows[0], rows[1], rows[2], _cu_seqlens.get(), float(scale)).transpose(0, 1)
+    for _ in range(lead):
+        attended = attended.unsqueeze(0)
+    return attended
+
+
+def _drop_leading(tensor: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        tensor = tensor.squeeze(0)
+    return tensor
+
+
+def _refuse(what: str, remedy: str) -> None:
+    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+    callers = [frame for frame in frames if frame.filename != __file__]
+    place = f"{callers[-1].filename}:{callers[-1].lineno}" if callers else "unknown place"
+    raise CaptureError(f"scaled_dot_product_attention at {place}: {what} is not supported; {remedy}")
+
+
+@contextlib.contextmanager
+def _hugging_face_attention(model: nn.Module) -> Iterator[None]:
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        yield
+        return
+    transformers.AttentionInterface.register(_HUGGING_FACE_NAME, _hugging_face_packed)
+    configs = [module.config for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = _HUGGING_FACE_NAME
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+
+
+def _hugging_face_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`transformers` calls it with query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    where = f"{type(module).__name__}"
+    if attention_mask is not None:
+        raise CaptureError(f"{where}: an attention mask is not supported; documents are kept apart by cu_seqlens")
+    if sliding_window is not None or softcap is not None:
+        raise CaptureError(f"{where}: sliding_window={sliding_window}, softcap={softcap} are not supported")
+    if dropout:
+        raise CaptureError(f"{where}: attention dropout {dropout} is not supported; set attention_dropout to 0")
+    if query.shape[0] != 1:
+        raise CaptureError(f"{where}: a batch of {query.shape[0]} rows; a packed batch is one row: use tokens[None]")
+    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(rows[0], rows[1], rows[2], _cu_seqlens.get(), float(scale))[None], None

@@ -1,0 +1,183 @@
+"""Which ranks need which value of a tensor, and who holds it: the question that `plan_reshard` answers with operations.
+
+The tensor is cut at every border of a source or target box. Inside such a cell every rank holds the same thing
+throughout, so a handful of cells stands for any number of elements. Cells that ask the same question are merged again
+into as few boxes as touch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hgraph.shard_map import Box, Piece, ShardMap, box_numel
+
+__all__ = ["Family", "Need", "families_by_cell", "find_needs", "merge_boxes"]
+
+Family: TypeAlias = tuple[tuple[int, ...], ...]
+"""The ranks that hold each term of one family inside a cell; terms in ascending order of their lowest rank in the map,
+ranks ascending. A family of one term is the plain value."""
+
+_Question: TypeAlias = tuple[Family, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """`receivers` (ascending) need the combination of `terms`, each held by the ranks named, everywhere in `boxes`.
+
+    A plain copy has one term. `boxes` are disjoint, not empty and sorted.
+    """
+
+    terms: Family
+    receivers: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @property
+    def is_copy(self) -> bool:
+        return len(self.terms) == 1
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of `boxes`."""
+        return sum(map(box_numel, self.boxes))
+
+
+def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Returns few disjoint boxes with the elements of the disjoint `boxes`; a box cut by a grid comes back whole."""
+    merged = sorted(boxes)
+    num_dims = len(merged[0]) if merged else 0
+    for dim in reversed(range(num_dims)):
+        merged = _merge_along(merged, dim)
+    return tuple(sorted(merged))
+
+
+def _merge_along(boxes: Sequence[Box], dim: int) -> list[Box]:
+    rows: dict[Box, list[tuple[int, int]]] = {}
+    for box in boxes:
+        rows.setdefault((*box[:dim], *box[dim + 1 :]), []).append(box[dim])
+    return [
+        (*rest[:dim], interval, *rest[dim:])
+        for rest, intervals in rows.items()
+        for interval in _merge_intervals(intervals)
+    ]
+
+
+def _merge_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def families_by_cell(
+    source: ShardMap, target: ShardMap
+) -> Iterator[tuple[Box, tuple[Family, ...], tuple[Family, ...]]]:
+    """Yields every cell with the families that hold it under `source` and under `target`, in order of family number."""
+    pieces = (*source.pieces, *target.pieces)
+    cuts = [
+        sorted({0, length, *(end for piece in pieces for end in piece.box[dim])})
+        for dim, length in enumerate(source.shape)
+    ]
+    source_pieces, target_pieces = _pieces_by_cell(source.pieces, cuts), _pieces_by_cell(target.pieces, cuts)
+    known: dict[tuple[Piece, ...], tuple[Family, ...]] = {}
+    for index in itertools.product(*(range(len(ends) - 1) for ends in cuts)):
+        box = tuple((ends[position], ends[position + 1]) for ends, position in zip(cuts, index, strict=True))
+        found = []
+        for pieces_here in (tuple(source_pieces.get(index, ())), tuple(target_pieces.get(index, ()))):
+            if pieces_here not in known:
+                known[pieces_here] = _families(pieces_here)
+            found.append(known[pieces_here])
+        yield box, found[0], found[1]
+
+
+def _pieces_by_cell(pieces: Iterable[Piece], cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[Piece]]:
+    result: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        ranges = [
+            range(bisect_left(ends, start), bisect_left(ends, stop))
+            for ends, (start, stop) in zip(cuts, piece.box, strict=True)
+        ]
+        for index in itertools.product(*ranges):
+            result.setdefault(index, []).append(piece)
+    return result
+
+
+def _families(pieces: Iterable[Piece]) -> tuple[Family, ...]:
+    terms: dict[int, dict[int, list[int]]] = {}
+    for piece in pieces:
+        terms.setdefault(piece.family, {}).setdefault(piece.term, []).append(piece.rank)
+    return tuple(
+        tuple(tuple(sorted(terms[family][term])) for term in sorted(terms[family])) for family in sorted(terms)
+    )
+
+
+def find_needs(source: ShardMap, target: ShardMap) -> tuple[Need, ...]:
+    """Returns what the ranks of `target` need of `source`, largest first, so that loads balance well.
+
+    A plain target needs the whole value; a receiver takes it from a plain copy where there is one, else from the family
+    of which it holds a term itself. For a partial target, each target family gets every term of one source family once,
+    where that costs the fewest messages; where the two reductions differ, all go into one target term.
+    """
+    together = source.reduce is not None and target.reduce is not None and source.reduce != target.reduce
+    boxes: dict[_Question, list[Box]] = {}
+    known: dict[tuple[tuple[Family, ...], tuple[Family, ...]], list[_Question]] = {}
+    for box, sources, targets in families_by_cell(source, target):
+        if (sources, targets) not in known:
+            known[sources, targets] = _questions(sources, targets, together)
+        for question in known[sources, targets]:
+            boxes.setdefault(question, []).append(box)
+    needs = [Need(terms, receivers, merge_boxes(parts)) for (terms, receivers), parts in boxes.items()]
+    return tuple(sorted(needs, key=lambda need: (-need.numel, need.boxes, need.receivers, need.terms)))
+
+
+def _questions(sources: Sequence[Family], targets: Sequence[Family], together: bool) -> list[_Question]:
+    result: list[_Question] = []
+    for target in targets:
+        if len(target) == 1:
+            result.extend(_plain_questions(sources, target[0]))
+        else:
+            result.extend(_partial_questions(sources, target, together))
+    return result
+
+
+def _plain_questions(sources: Sequence[Family], receivers: Sequence[int]) -> list[_Question]:
+    chosen: dict[Family, list[int]] = {}
+
+    def preference(family: Family, rank: int) -> tuple[bool, bool, bool, int, Family]:
+        holds_term = any(rank in term for term in family)
+        return len(family) > 1, not holds_term, family not in chosen, len(family), family
+
+    holders = {rank for family in sources for term in family for rank in term}
+    for rank in sorted(receivers, key=lambda rank: (rank not in holders, rank)):
+        family = min(sources, key=lambda family: preference(family, rank))
+        chosen.setdefault(family, []).append(rank)
+    return [(family, tuple(sorted(ranks))) for family, ranks in chosen.items()]
+
+
+def _partial_questions(sources: Sequence[Family], target: Family, together: bool) -> list[_Question]:
+    best = min(sources, key=lambda family: (_assignment(family, target, together)[0], len(family), family))
+    assigned: dict[int, list[tuple[int, ...]]] = {}
+    for term, index in zip(best, _assignment(best, target, together)[1], strict=True):
+        assigned.setdefault(index, []).append(term)
+    return [(tuple(terms), target[index]) for index, terms in assigned.items()]
+
+
+def _assignment(source: Family, target: Family, together: bool) -> tuple[int, list[int]]:
+    """Returns the number of messages, and for each source term the index of the target term that takes it."""
+
+    def messages(term: Sequence[int], index: int) -> int:
+        return sum(rank not in term for rank in target[index])
+
+    indices = range(len(target))
+    if together:
+        index = min(indices, key=lambda index: sum(messages(term, index) for term in source))
+        assigned = [index] * len(source)
+    else:
+        assigned = [min(indices, key=lambda index: messages(term, index)) for term in source]
+    return sum(messages(term, index) for term, index in zip(source, assigned, strict=True)), assigned

@@ -1,0 +1,98 @@
+"""Reshard plans as values: the moves and collectives that turn one annotation of a tensor into another.
+
+Each rank has a *source* buffer (its box under the source annotation) and a *target* buffer (its box under the target
+annotation). A plan is a sequence of phases; the operations of one phase run concurrently. An operation reads the
+source buffer, or (`origin="target"`) what earlier phases have put into the target buffer, and writes the target
+buffer. `planned` by `plan_reshard`, proved by `check_reshard`, run by `runtime/reshard.py`.
+
+Invariants
+----------
+- All boxes are in global coordinates, lie inside `shape` and are not empty.
+- A dim in `free_dims` is whole in every box of the plan, so the plan holds for every length of it (`ReshardPlan.at`).
+- An operation of a phase never reads what the same phase writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from hgraph.annotation import Annotation
+from hgraph.shard_map import Box
+
+__all__ = ["Collective", "Move", "Operation", "ReshardPlan"]
+
+Combine: TypeAlias = Literal["copy", "sum", "max"]
+Origin: TypeAlias = Literal["source", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copies, or combines into what is there, `box` from rank `sender` to rank `receiver` (local where equal)."""
+
+    sender: int
+    receiver: int
+    box: Box
+    combine: Combine = "copy"
+    origin: Origin = "source"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective over `ranks`, in that order; `contributed[i]` and `received[i]` belong to `ranks[i]`.
+
+    - `all_reduce`: all contribute and receive the same box.
+    - `reduce_scatter`: all contribute the union, rank i receives its box, reduced.
+    - `all_gather`: rank i contributes its box, all receive the union, concatenated along `dim`.
+    - `all_to_all`: rank i contributes its box and receives its box; each pair exchanges the intersection.
+    """
+
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+    ranks: tuple[int, ...]
+    contributed: tuple[Box, ...]
+    received: tuple[Box, ...]
+    combine: Combine = "copy"
+    origin: Origin = "source"
+
+
+Operation: TypeAlias = Move | Collective
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """The phases that turn `source` into `target` for a tensor of global shape `shape`."""
+
+    source: Annotation
+    target: Annotation
+    shape: tuple[int, ...]
+    phases: tuple[tuple[Operation, ...], ...]
+    free_dims: tuple[int, ...] = ()
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether every rank's target buffer is its source buffer."""
+        return not self.phases
+
+    def at(self, shape: Sequence[int]) -> ReshardPlan:
+        """Returns the same plan for other lengths of the free dims."""
+        shape = tuple(shape)
+        if shape == self.shape:
+            return self
+        for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
+            assert old == new or dim in self.free_dims, f"plan for {self.shape} does not hold for {shape}: dim {dim}"
+
+        def resize(box: Box) -> Box:
+            return tuple((0, shape[dim]) if dim in self.free_dims else pair for dim, pair in enumerate(box))
+
+        def resize_operation(operation: Operation) -> Operation:
+            if isinstance(operation, Move):
+                return replace(operation, box=resize(operation.box))
+            return replace(
+                operation,
+                contributed=tuple(map(resize, operation.contributed)),
+                received=tuple(map(resize, operation.received)),
+            )
+
+        phases = tuple(tuple(map(resize_operation, phase)) for phase in self.phases)
+        return replace(self, shape=shape, phases=phases)

@@ -1,0 +1,1 @@
+"""Sharding rules: one per operator, written as correspondences of dims."""

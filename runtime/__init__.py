@@ -1,0 +1,1 @@
+"""Does: the only layer that creates process groups, communicates and reads the clock."""

@@ -1,0 +1,186 @@
+"""The state of planning one step, and the moves that improve it: heuristics, sharper bounds, integer programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hgraph.check_plan import check_replica_plans
+from hgraph.errors import PlanError
+from hgraph.plan import ReplicaPlan
+from hgraph.profile import Profile
+from hgraph.strategy import Strategy
+from strategies.bound import BoundProblem, bound_problem, closed_form_ms, least_time_ms
+from strategies.bound_program import program_bound_ms
+from strategies.cost import ReplicaKind
+from strategies.heuristic import Assignment, heuristic_assignment, pack_assignment, refine_slowest
+from strategies.integer_program import ProgramAnswer, SolveFunction, program_for, solve
+from strategies.options import PlannerOptions
+from strategies.packing import Packer, ordered
+
+__all__ = ["EQUAL", "Planned", "Search", "plan_strategy", "replica_plans"]
+
+EQUAL = 1e-9
+
+
+@dataclass(slots=True)
+class Planned:
+    """What is known of one strategy while planning. `bound_ms` and the assignment's time are without the bridges.
+
+    `solver` says how a program found the assignment; `fell_back` why a program's answer was not taken.
+    """
+
+    strategy: Strategy
+    kinds: tuple[ReplicaKind, ...]
+    bridge_ms: float
+    problem: BoundProblem
+    bound_ms: float
+    is_sharp: bool
+    assignment: Assignment | None = None
+    solver: str = ""
+    fell_back: str = ""
+
+    @property
+    def step_bound_ms(self) -> float:
+        return self.bound_ms + self.bridge_ms
+
+    @property
+    def step_ms(self) -> float:
+        return self.assignment.ms + self.bridge_ms if self.assignment is not None else float("inf")
+
+    def take(self, assignment: Assignment) -> None:
+        """Makes `assignment` the strategy's plan; a bound is never above it, rounding included."""
+        self.assignment = assignment
+        self.bound_ms = min(self.bound_ms, assignment.ms)
+
+
+def plan_strategy(
+    strategy: Strategy, kinds: tuple[ReplicaKind, ...], profile: Profile, lengths: Sequence[int]
+) -> Planned:
+    """Returns a strategy that can hold every sequence, with its closed-form bound and no plan yet."""
+    problem = bound_problem(kinds, lengths)
+    bridge_ms = profile.bridge_ms.get(strategy.name, 0.0)
+    return Planned(
+        strategy, kinds, bridge_ms, problem, least_time_ms(problem, closed_form_ms), is_sharp=problem.num_kinds == 1
+    )
+
+
+@dataclass(slots=True)
+class Search:
+    """Planning of one step: `planned` are the strategies that can hold the batch, in the pool's order."""
+
+    lengths: tuple[int, ...]
+    profile: Profile
+    options: PlannerOptions
+    planned: list[Planned]
+    packer: Packer = field(default_factory=Packer)
+
+    @property
+    def best(self) -> Planned:
+        """The fastest strategy so far; of equal ones the first in the pool's order."""
+        fastest_ms = min(one.step_ms for one in self.planned)
+        return next(one for one in self.planned if one.step_ms <= fastest_ms * (1.0 + EQUAL))
+
+    @property
+    def bound_ms(self) -> float:
+        """The smallest bound of the pool's strategies, and never above the best plan."""
+        return min(min(one.step_bound_ms for one in self.planned), self.best.step_ms)
+
+    @property
+    def gap(self) -> float:
+        """How far the best plan is from the pool's bound; 0.0 where nothing takes time."""
+        return self.best.step_ms / self.bound_ms - 1.0 if self.bound_ms > 0 else 0.0
+
+    @property
+    def is_good_enough(self) -> bool:
+        return self.gap <= self.options.gap
+
+    def run_heuristics(self) -> None:
+        """Plans strategies in order of their bounds, leaving out those whose bound exceeds the best plan so far."""
+        best_ms = float("inf")
+        for one in sorted(self.planned, key=lambda one: one.step_bound_ms):
+            if one.step_bound_ms > best_ms * (1.0 + EQUAL):
+                return
+            one.take(heuristic_assignment(one.kinds, self.lengths, self.packer, self.options.max_rounds))
+            best_ms = min(best_ms, one.step_ms)
+
+    def sharpen_bounds(self) -> None:
+        """Solves the bound's linear program for the strategy of the least bound, while that can close the gap."""
+        while not self.is_good_enough:
+            lowest = min(self.planned, key=lambda one: one.step_bound_ms)
+            if lowest.is_sharp:
+                return
+            sharp_ms = max(lowest.bound_ms, program_bound_ms(lowest.problem))
+            lowest.bound_ms = sharp_ms if lowest.assignment is None else min(sharp_ms, lowest.assignment.ms)
+            lowest.is_sharp = True
+
+    def run_programs(self, solve_with: SolveFunction) -> None:
+        """Runs integer programs, fastest heuristic plan first, until the gap is closed or enough have run."""
+        candidates = sorted((one for one in self.planned if one.assignment is not None), key=lambda one: one.step_ms)
+        for one in candidates[: self.options.max_programs]:
+            best_ms = self.best.step_ms
+            too_slow = one.step_ms > best_ms * (1.0 + self.options.reach)
+            if self.is_good_enough or one.step_bound_ms > best_ms or too_slow:
+                continue
+            self._improve(one, best_ms, solve_with)
+
+    def _improve(self, one: Planned, best_ms: float, solve_with: SolveFunction) -> None:
+        """Takes the program's plan of a strategy if it is sound and faster than what there is; notes what happened."""
+        assert one.assignment is not None
+        if len(one.kinds) == len(self.lengths) == 1:
+            return
+        program = program_for(one.kinds, self.lengths, one.assignment, best_ms - one.bridge_ms)
+        answer = solve(program, self.options, one.bound_ms * (1.0 + self.options.gap / 2), solve_with)
+        if answer.groups is None:
+            one.fell_back = answer.status
+            return
+        try:
+            assignment = self._assignment(one, answer, program.is_slots)
+            plans = replica_plans(assignment)
+            check_replica_plans(plans, one.strategy, self.profile, self.lengths, f"{answer.status}, but its plan")
+        except PlanError as error:
+            one.fell_back = str(error)
+            return
+        if assignment.ms >= one.assignment.ms * (1.0 - EQUAL):
+            one.fell_back = f"{answer.status}, no faster plan"
+            return
+        one.take(assignment)
+        one.solver = f"highs ({answer.status})"
+
+    def _assignment(self, one: Planned, answer: ProgramAnswer, is_slots: bool) -> Assignment:
+        """Returns the answer's groups as an assignment: micro-batches as they are, or whole replicas to be packed."""
+        assert answer.groups is not None
+        groups = [*answer.groups, *((),) * (len(one.kinds) - len(answer.groups))]
+        if is_slots:
+            return refine_slowest(one.kinds, self.lengths, _as_given(one.kinds, groups, self.lengths))
+        replicas = [own[0] if own else () for own in groups]
+        for replica, (kind, own) in enumerate(zip(one.kinds, replicas, strict=True)):
+            longest = max((self.lengths[index] for index in own), default=0)
+            if longest > kind.max_tokens:
+                raise PlanError(
+                    f"{answer.status}, but its plan, replica {replica}: a sequence of {longest:,} tokens exceeds the "
+                    f"limit of {kind.max_tokens:,}"
+                )
+        return refine_slowest(one.kinds, self.lengths, pack_assignment(one.kinds, replicas, self.lengths, self.packer))
+
+
+def _as_given(
+    kinds: Sequence[ReplicaKind], groups: Sequence[tuple[tuple[int, ...], ...]], lengths: Sequence[int]
+) -> Assignment:
+    """Returns the assignment with exactly these micro-batches, put in the best order."""
+    indices, packings = [], []
+    for kind, own in zip(kinds, groups, strict=True):
+        flat = [index for group in own for index in group]
+        ends = [sum(len(group) for group in own[: number + 1]) for number in range(len(own))]
+        positions = tuple(tuple(range(end - len(group), end)) for end, group in zip(ends, own, strict=True))
+        indices.append(tuple(flat))
+        packings.append(ordered(kind, [lengths[index] for index in flat], positions))
+    return Assignment(tuple(indices), tuple(packings))
+
+
+def replica_plans(assignment: Assignment) -> tuple[ReplicaPlan, ...]:
+    """Returns the assignment as plan values."""
+    return tuple(
+        ReplicaPlan(assignment.micro_batches(replica), packing.ms)
+        for replica, packing in enumerate(assignment.packings)
+    )

@@ -1,0 +1,53 @@
+"""The one place that calls HiGHS, through cvxpy: quiet, on one thread, with a fixed seed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cvxpy as cp
+import highspy
+
+__all__ = ["FEASIBLE_POINT", "solve_with_highs"]
+
+# `HighsSolutionStatus::kSolutionStatusFeasible`: the point that a limit left behind satisfies the constraints.
+FEASIBLE_POINT = 2
+
+
+def solve_with_highs(problem: cp.Problem, **highs_options: object) -> None:
+    """Solves `problem` in place, without a starting point, on one thread; raises what cvxpy raises.
+
+    `problem.status` is for the caller to check. cvxpy's warning about inexact answers is dropped for that reason.
+    """
+    with _no_standard_output():
+        highspy.Highs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        problem.solve(solver=cp.HIGHS, warm_start=False, threads=1, random_seed=0, **highs_options)
+
+
+@contextmanager
+def _no_standard_output() -> Iterator[None]:
+    """Discards what C code writes to standard output inside the block.
+
+    The first HiGHS object of a process prints a banner before any option can turn it off, which would end up in the
+    JSON that the command line prints.
+    """
+    flush = ctypes.CDLL(None).fflush if os.name == "posix" else lambda stream: 0
+    try:
+        saved = os.dup(1)
+    except OSError:
+        yield
+        return
+    flush(None)
+    with open(os.devnull, "wb") as sink:
+        os.dup2(sink.fileno(), 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
