@@ -120,9 +120,12 @@ class Annotation:
         if len(self._reduces()) > 1:
             raise InvalidAnnotation(f"annotation: expected one kind of partial, got both sum and max in {self}")
 
+    def placements(self) -> tuple[Placement, ...]:
+        """Returns every placement, the hetero one first."""
+        return self.hetero, *(placement for subgroup in self.subgroups for placement in subgroup.placements)
+
     def _reduces(self) -> set[str]:
-        everything = [self.hetero, *(placement for subgroup in self.subgroups for placement in subgroup.placements)]
-        return {placement.reduce for placement in everything if isinstance(placement, Partial)}
+        return {placement.reduce for placement in self.placements() if isinstance(placement, Partial)}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -146,8 +149,7 @@ class Annotation:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        placements = [self.hetero, *(p for subgroup in self.subgroups for p in subgroup.placements)]
-        return all(isinstance(placement, Replicate) for placement in placements)
+        return all(isinstance(placement, Replicate) for placement in self.placements())
 
     def subgroup_of(self, rank: int) -> Subgroup:
         """Returns the subgroup that holds `rank`."""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from hgraph.reshard_needs import Need, merge_boxes
 from hgraph.reshard_plan import Collective, Combine
-from hgraph.shard_map import Box, box_numel, intersect
+from hgraph.shard_map import Box, intersect
 
 __all__ = ["Spread", "recognise_copies", "recognise_reductions"]
 
@@ -181,31 +181,19 @@ def _exchange(edges: Sequence[_Edge]) -> Collective | None:
     boxes: dict[tuple[int, int], list[Box]] = {}
     for edge in edges:
         boxes.setdefault((edge.holder, edge.receiver), []).extend(edge.need.boxes)
-    if len(boxes) != len(ranks) ** 2:
+    contributed = [_one_box(box for r in ranks for box in boxes.get((rank, r), ())) for rank in ranks]
+    received = [_one_box(box for r in ranks for box in boxes.get((r, rank), ())) for rank in ranks]
+    whole_contributed = tuple(box for box in contributed if box is not None)
+    whole_received = tuple(box for box in received if box is not None)
+    if not len(whole_contributed) == len(whole_received) == len(ranks):
         return None
-    # With copies in two teams that got linked, a part appears twice and the boxes below are no disjoint cover.
-    contributed = _disjoint_boxes([box for r in ranks for box in boxes[rank, r]] for rank in ranks)
-    received = _disjoint_boxes([box for r in ranks for box in boxes[r, rank]] for rank in ranks)
-    if contributed is None or received is None:
-        return None
-    for i, holder in enumerate(ranks):
-        for j, receiver in enumerate(ranks):
-            if merge_boxes(boxes[holder, receiver]) != (intersect(contributed[i], received[j]),):
+    for holder, given in zip(ranks, whole_contributed, strict=True):
+        for receiver, taken in zip(ranks, whole_received, strict=True):
+            # Where copies were paired so that two teams are linked, a pair has less to exchange than its boxes share.
+            common = intersect(given, taken)
+            if common is None or merge_boxes(boxes.get((holder, receiver), ())) != (common,):
                 return None
-    return Collective("all_to_all", ranks, contributed, received)
-
-
-def _disjoint_boxes(parts: Iterable[list[Box]]) -> tuple[Box, ...] | None:
-    """Returns the box that each list makes up, or None where one makes up none or two overlap."""
-    boxes: list[Box] = []
-    for part in parts:
-        box = _one_box(part) if len(set(part)) == len(part) else None
-        if box is None or sum(map(box_numel, part)) != box_numel(box):
-            return None
-        if any(intersect(box, other) for other in boxes):
-            return None
-        boxes.append(box)
-    return tuple(boxes)
+    return Collective("all_to_all", ranks, whole_contributed, whole_received)
 
 
 # Reductions: a team holds each term of a need once.

@@ -10,6 +10,7 @@ from torch import fx
 from hgraph.annotation import Annotation
 from hgraph.capture import Captured
 from hgraph.graph import annotated_text
+from hgraph.reshard_plan import Collective
 from hgraph.strategy import Scheme
 from passes.annotate import annotate
 from passes.deduce import deduce
@@ -66,6 +67,13 @@ class CompiledScheme:
     @property
     def num_programs(self) -> int:
         return sum(stage.num_programs for stage in self.stages)
+
+    def groups(self) -> set[tuple[int, ...]]:
+        """Returns the device groups of all collectives of all programs."""
+        programs = [p for stage in self.stages for rank in stage.ranks.values() for p in (rank.forward, rank.backward)]
+        plans = [reshard.plan for program in programs for reshard in program.reshards if reshard.plan is not None]
+        operations = [operation for plan in plans for phase in plan.phases for operation in phase]
+        return {operation.ranks for operation in operations if isinstance(operation, Collective)}
 
 
 def normalized(captured: Captured, *, exact: bool = False, dump: Dump | None = None) -> Captured:

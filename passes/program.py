@@ -2,7 +2,7 @@
 
 A program's inputs are a dictionary by placeholder name; values are dropped at their last use, also from the caller's
 dictionary where the placeholder is `saved` or `received`, so that peak memory is that of eager. `communicate(index,
-value)` is given by the runtime; it returns a generator whose result is the value under the target annotation of
+value, may_overwrite)` is given by the runtime; it returns a generator whose result is the value under the target annotation of
 `Program.reshards[index]`.
 """
 
@@ -49,8 +49,11 @@ class Program:
     reshards: tuple[LocalReshard, ...]
 
 
-def communicate(value: Tensor | None, index: int) -> Tensor | None:
-    """Stands in local graphs for Reshard number `index`; programs turn it into `yield from`."""
+def communicate(value: Tensor | None, index: int, may_overwrite: bool) -> Tensor | None:
+    """Stands in local graphs for Reshard number `index`; programs turn it into `yield from`.
+
+    With `may_overwrite` nothing else uses the value's memory, so that an all-reduce may run in place.
+    """
     raise AssertionError("communicate nodes are turned into `yield from`")
 
 
@@ -67,7 +70,8 @@ def _local_shape(annotation: str, shape: tuple[int, ...], rank: int) -> tuple[in
 def compile_program(graph: fx.Graph, reshards: tuple[LocalReshard, ...]) -> Program:
     """Returns the program of a local graph."""
     constants: dict[str, Any] = {}
-    lines = ["def run(inputs, communicate):"]
+    # The unreachable yield makes a generator also of a program that never communicates.
+    lines = ["def run(inputs, communicate):", "    if False:", "        yield"]
     last_use = _last_uses(graph)
     for node in graph.nodes:
         lines.append("    " + _statement(node, constants))
@@ -100,8 +104,8 @@ def _statement(node: fx.Node, constants: dict[str, Any]) -> str:
     if node.op == "output":
         return f"return {_text(node.args[0], constants)}"
     if node.target is communicate:
-        value, index = node.args
-        return f"{node.name} = yield from communicate({index}, {_text(value, constants)})"
+        value, index, may_overwrite = node.args
+        return f"{node.name} = yield from communicate({index}, {_text(value, constants)}, {may_overwrite})"
     if node.target is operator.getitem:
         return f"{node.name} = {_text(node.args[0], constants)}[{node.args[1]}]"
     arguments = [_text(argument, constants) for argument in node.args]
@@ -127,6 +131,7 @@ def _text(argument: Any, constants: dict[str, Any]) -> str:
 def _constant(value: Any, constants: dict[str, Any]) -> str:
     base = str(value).replace("::", "_") if isinstance(value, torch._ops.OpOverload) else getattr(value, "__name__", "c")
     base = "".join(char if char.isalnum() else "_" for char in base).strip("_") or "c"
+    base = f"run_{base}"  # nodes never begin so
     name, number = base, 0
     while name in constants and constants[name] is not value:
         number += 1

@@ -31,6 +31,19 @@ from passes.program import LocalReshard, communicate, local_length
 __all__ = ["LocalGraph", "class_key", "local_reshards", "localize"]
 
 aten = torch.ops.aten
+_ALIASING = (
+    aten.reshape.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    operator.getitem,
+)
 _PROBE_TOKENS, _PROBE_BOUNDARIES = 1013, 7
 """Sizes that stand for symbolic ones where only static dims matter; above any number of ranks."""
 
@@ -72,8 +85,16 @@ def _plan(source: Annotation, target: Annotation, shape: Shape) -> Any:
 
 
 def _cuts(annotation: Annotation, dim: int) -> bool:
-    placements = [annotation.hetero, *(p for subgroup in annotation.subgroups for p in subgroup.placements)]
-    return any(isinstance(placement, Shard) and placement.dim == dim for placement in placements)
+    return any(isinstance(placement, Shard) and placement.dim == dim for placement in annotation.placements())
+
+
+def _owns_memory(value: fx.Node, user: fx.Node) -> bool:
+    """Whether `user` is the only one that can see the memory of `value`: views are followed to what made them."""
+    while value.op == "call_function" and list(value.users) == [user]:
+        if value.target not in _ALIASING:
+            return not is_reshard(value) and value.target != aten.expand.default
+        value, user = value.args[0], value  # type: ignore[assignment]
+    return False
 
 
 def class_key(graphs: Iterable[fx.Graph], rank: int) -> tuple[Any, ...]:
@@ -180,7 +201,8 @@ class _Localizer:
             return None
         if lowered.plan is not None and lowered.plan.is_nothing:
             return self.mapping[value]
-        args = (self.mapping[value] if here[0] else None, self.index[node])
+        operand = self.mapping[value] if here[0] else None
+        args = (operand, self.index[node], operand is not None and _owns_memory(value, node))
         new = self.result.graph.create_node("call_function", communicate, args, name=node.name)
         described = self._describe(new, node)
         return described if here[1] else None

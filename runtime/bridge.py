@@ -84,6 +84,10 @@ class Bridge:
         self._layers = _layers(phases)
         self.num_messages = len(self._sends)
 
+    def holds_source(self, name: str) -> bool:
+        """Returns whether this rank holds part of tensor `name` under its source layout."""
+        return self._prepared[name].source is not None
+
     def bytes_sent(self, rank: int) -> int:
         """Returns what `rank`, which need not be this one, sends to others in one run."""
         return self._elements_sent[rank] * self.dtype.itemsize

@@ -22,6 +22,7 @@ from hgraph.errors import FileErrors, InvalidInput, Problem
 from hgraph.yaml_report import STRICT, Document, Key, key_text, problems_of, read_document, read_text, validate
 from runtime.corpus.config import CorpusConfig
 from runtime.models.llama import LlamaConfig
+from runtime.optimizer import AdamW
 from strategies.options import PlannerOptions
 
 __all__ = [
@@ -130,10 +131,15 @@ class OptimizerConfig:
     no_decay: tuple[str, ...] = ("*norm*", "*.bias")
 
     def __post_init__(self) -> None:
-        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise InvalidInput(
-                f"expected warmup_steps of at most total_steps, got {self.warmup_steps} and {self.total_steps}"
+                f"expected warmup_steps below total_steps, got {self.warmup_steps} and {self.total_steps}"
             )
+
+    def adamw(self, steps: int) -> AdamW:
+        """Returns the settings as what the program takes, for a run of `steps` steps."""
+        total_steps = steps if self.total_steps is None else self.total_steps
+        return AdamW(**{**asdict(self), "total_steps": total_steps})
 
 
 @settings
@@ -215,8 +221,8 @@ class RunConfig:
                 f"got {self.model.vocab_size} and {self.data.vocab_size}"
             )
         warmup = self.optimizer.warmup_steps
-        if self.optimizer.total_steps is None and warmup > self.steps:
-            raise InvalidInput(f"expected optimizer.warmup_steps of at most steps, got {warmup} and {self.steps}")
+        if self.optimizer.total_steps is None and warmup >= self.steps:
+            raise InvalidInput(f"expected optimizer.warmup_steps below steps, got {warmup} and {self.steps}")
 
     @property
     def folder(self) -> Path:

@@ -20,6 +20,9 @@ import torch.distributed as dist
 
 __all__ = ["GlooPool", "WorkersFailed"]
 
+DEAD = "the worker died"
+LATE = "the rank had not ended in time"
+
 
 class WorkersFailed(Exception):
     """A function failed on some ranks; `texts` holds each one's traceback, the text shows them all."""
@@ -53,8 +56,6 @@ class GlooPool:
         for rank, pipe in enumerate(self._pipes[:count]):
             pipe.send((store.port, rank, count, timeout_s, job))
         results, texts = self._collect(count, timeout_s)
-        if len(results) + len(texts) < count or any(process.exitcode is not None for process in self._processes):
-            self.close()
         if texts:
             raise WorkersFailed(texts)
         return [results[rank] for rank in range(count)]
@@ -71,10 +72,10 @@ class GlooPool:
                 (results if succeeded else texts)[rank] = value
                 if not succeeded:
                     deadline_s = min(deadline_s, time.monotonic() + 20.0)
-        late = dict.fromkeys(pending.values(), "the rank had not ended in time")
-        if late:
+        texts |= dict.fromkeys(pending.values(), LATE)
+        if {LATE, DEAD} & set(texts.values()):
             self.close()
-        return results, texts | late
+        return results, texts
 
     def _start(self) -> None:
         if self._processes:
@@ -103,7 +104,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return False, "the worker died"
+        return False, DEAD
 
 
 def _work(pipe: Connection) -> None:

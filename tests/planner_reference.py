@@ -148,7 +148,7 @@ def event_driven_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -
 
 
 def linear_bound_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> float:
-    """Returns the documented bound: the least T at which the fractional assignment exists, by scipy, over the thresholds."""
+    """Returns the documented bound: the least T at which the fractional assignment exists, by scipy, by thresholds."""
     classes = sorted(Counter(lengths).items())
     groups = list(Counter(kinds).items())
     limits = sorted({k.pp * k.cost.micro_batch_ms([s]) for k, _ in groups for s, _ in classes if s <= k.max_tokens})

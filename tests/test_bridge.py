@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hgraph.annotation import Annotation, replicated, sharded
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.reshard import plan_reshard
 from hgraph.reshard_plan import ReshardPlan
-from hgraph.shard_map import shard_map
+from hgraph.shard_map import intersect, shard_map
 from runtime.bridge import Bridge
 from runtime.gloo import ProcessTransport
 from runtime.messages import Message
@@ -101,6 +103,20 @@ def test_equal_to_the_bit_to_running_each_plan_alone(pairs: list) -> None:
         for rank, result in alone.items():
             assert (result is None) == (name not in results[rank])
             assert result is None or torch.equal(result, results[rank][name])
+
+
+@given(st.lists(annotation_pairs(), min_size=1, max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_writes_that_run_together_do_not_meet(pairs: list) -> None:
+    plans = {
+        f"w{index}": plan_reshard(pair.source, pair.target, pair.shape, collectives=False)
+        for index, pair in enumerate(pairs)
+    }
+    for rank in range(8):
+        for _, writes in Bridge(plans, rank, torch.float32)._layers:
+            boxes = [(item.name, [(s.start, s.stop) for s in item.write.target.slices]) for item in writes]
+            for (name, box), (other_name, other) in itertools.combinations(boxes, 2):
+                assert name != other_name or intersect(tuple(box), tuple(other)) is None
 
 
 PARAMETERS = {

@@ -147,6 +147,14 @@ def test_the_checker_refuses_a_free_dim_that_is_cut() -> None:
         check_reshard(ReshardPlan(*parsed, (4,), ((Move(0, 1, LEFT), Move(0, 1, RIGHT)),), (0,)))
 
 
+def test_the_checker_refuses_an_all_gather_along_two_dims() -> None:
+    parsed = (Annotation.parse("0-3[2x2: S(0), S(1)]"), Annotation.parse("0-3[R]"))
+    quarters: tuple[Box, ...] = tuple((rows, columns) for rows in (*LEFT, *RIGHT) for columns in (*LEFT, *RIGHT))
+    gather = Collective("all_gather", (0, 1, 2, 3), quarters, ((*WHOLE, *WHOLE),) * 4)
+    with pytest.raises(PlanError, match="^reshard plan is not well formed: boxes do not fit the kind"):
+        check_reshard(ReshardPlan(*parsed, (4, 4), ((gather,),)))
+
+
 # Corrupted plans
 
 

@@ -23,6 +23,7 @@ from runtime.config import (
     write_config,
 )
 from runtime.models.llama import LlamaConfig
+from runtime.optimizer import AdamW
 from strategies.options import PlannerOptions
 
 FULL = """\
@@ -84,6 +85,10 @@ def test_a_value_is_frozen_and_checked_however_it_is_built() -> None:
 def test_defaults_are_those_of_what_they_are_for() -> None:
     assert ModelConfig().llama() == LlamaConfig()
     assert PlannerConfig().options() == PlannerOptions()
+    assert OptimizerConfig(lr=1.0).adamw(30) == AdamW(
+        1.0, warmup_steps=10, total_steps=30, no_decay=("*norm*", "*.bias")
+    )
+    assert OptimizerConfig(total_steps=20).adamw(30).total_steps == 20
     assert {item.name for item in fields(LlamaConfig)} <= {item.name for item in fields(ModelConfig)}
 
 
@@ -150,7 +155,7 @@ SECTION_FAULTS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: OptimizerConfig(warmup_steps=5, total_steps=4),
-        "OptimizerConfig: expected warmup_steps of at most total_steps, got 5 and 4",
+        "OptimizerConfig: expected warmup_steps below total_steps, got 5 and 4",
     ),
     (
         lambda: OptimizerConfig(betas=(0.9, 1.0)),
@@ -166,7 +171,7 @@ SECTION_FAULTS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: RunConfig(steps=9),
-        "RunConfig: expected optimizer.warmup_steps of at most steps, got 10 and 9",
+        "RunConfig: expected optimizer.warmup_steps below steps, got 10 and 9",
     ),
     (
         lambda: RunConfig(model=ModelConfig(vocab_size=300)),
@@ -217,7 +222,7 @@ FILE_FAULTS = [
         "line 2: planner.node_limit: unknown key; the keys here are depth, gap, only, program, max_nodes, max_programs",
     ),
     ("planner:", "line 1: planner: expected a mapping, got nothing"),
-    ("steps: 2", "line 1: expected optimizer.warmup_steps of at most steps, got 10 and 2"),
+    ("steps: 2", "line 1: expected optimizer.warmup_steps below steps, got 10 and 2"),
 ]
 
 

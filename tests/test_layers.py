@@ -84,3 +84,28 @@ def test_every_folder_of_modules_is_packaged() -> None:
         assert (ROOT / folder / "__init__.py").is_file(), (
             f"{folder}: expected an __init__.py; without it, not installed"
         )
+
+
+def imported_names(path: Path) -> set[str]:
+    """Returns the first parts of the modules that a file imports anywhere in it."""
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    declared = {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+    known = {*sys.stdlib_module_names, *PACKAGES, *declared}
+    for path in [path for path in MODULES if path.parts[0] in PACKAGES]:
+        assert imported_names(path) <= known, f"{path}: imports {imported_names(path) - known}, which is not declared"
+
+
+def test_every_requirement_has_a_tested_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
+    assert names <= pinned, f"constraints.txt: no version of {sorted(names - pinned)}"

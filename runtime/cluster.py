@@ -1,0 +1,126 @@
+"""Where a program runs: real processes under torchrun, or simulated ranks in this process.
+
+A program holds the state of its `local_ranks` and gives `run` one generator for each. Under torchrun that is one rank;
+otherwise the virtual cluster runs all of them, so that the same script works on a laptop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hgraph.errors import InvalidInput
+from runtime.failure_channel import FailureChannel
+from runtime.gloo import ProcessTransport
+from runtime.messages import Message
+from runtime.process_groups import create_groups, init_process_group_from_env
+from runtime.requests import RankGenerator
+from runtime.virtual_cluster import VirtualCluster
+
+__all__ = ["Cluster", "ProcessCluster", "SimulatedCluster", "choose_cluster"]
+
+
+class Cluster(Protocol):
+    """What a program asks of the place it runs in."""
+
+    num_ranks: int
+    local_ranks: tuple[int, ...]
+    device: torch.device
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Creates process groups, before the first step."""
+
+    def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
+        """Returns what the generators of the local ranks returned."""
+
+    def log_of(self, rank: int) -> list[Message]:
+        """Returns the messages of a local rank in the last run."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns rank 0's value on every rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all processes, on every rank; one value where one process runs all ranks."""
+
+
+class SimulatedCluster:
+    """All ranks in this process (`runtime/virtual_cluster.py`)."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.local_ranks = tuple(range(num_ranks))
+        self.device = torch.device("cpu")
+        self.virtual = VirtualCluster(num_ranks)
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        del groups
+
+    def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
+        return self.virtual.run(generators)
+
+    def log_of(self, rank: int) -> list[Message]:
+        return self.virtual.log_of(rank)
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class ProcessCluster:
+    """One rank of a job of real processes, over the initialised default process group."""
+
+    def __init__(self, timeout_s: float, channel: FailureChannel | None = None) -> None:
+        self.num_ranks = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.local_ranks = (self.rank,)
+        cuda = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.timeout_s, self.channel = timeout_s, channel
+        self.transport: ProcessTransport | None = None
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        self.transport = ProcessTransport(create_groups(groups, self.timeout_s), self.timeout_s, self.channel)
+
+    def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
+        assert self.transport is not None, "prepare comes first"
+        return {self.rank: self.transport.drive(generators[self.rank])}
+
+    def log_of(self, rank: int) -> list[Message]:
+        assert rank == self.rank and self.transport is not None
+        return self.transport.log
+
+    def broadcast(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
+
+def choose_cluster(num_ranks: int, timeout_s: float, channel: FailureChannel | None = None) -> Cluster:
+    """Returns the cluster for `num_ranks`: the job's processes where there are some, else simulated ranks.
+
+    A script under torchrun that has not joined a process group yet joins one here (gloo, or NCCL where there are GPUs).
+    """
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        init_process_group_from_env(backend, timeout_s)
+    if not dist.is_initialized():
+        return SimulatedCluster(num_ranks)
+    if dist.get_world_size() != num_ranks:
+        raise InvalidInput(
+            f"the pool is for {num_ranks} ranks, but the job has {dist.get_world_size()} processes; start it with "
+            f"torchrun --nproc-per-node {num_ranks}, or change `ranks` in the strategy file"
+        )
+    return ProcessCluster(timeout_s, channel)

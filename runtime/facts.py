@@ -1,0 +1,77 @@
+"""Facts of a captured model that other parts ask for, and the check that all processes compiled the same thing."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from hgraph.capture import Captured
+from hgraph.errors import InvalidInput
+from hgraph.graph import annotated_text, info
+from hgraph.model_facts import ModelFacts
+from hgraph.strategy import Pool
+from hgraph.strategy_file import write_pool
+from runtime.cluster import Cluster
+from runtime.optimizer import AdamW
+
+__all__ = ["check_same_everywhere", "model_facts", "vocabulary"]
+
+_ATTENTION = torch.ops.hydraulis.packed_attention.default
+
+
+def model_facts(captured: Captured) -> ModelFacts | None:
+    """Returns what a strategy file is checked against; None for a model without layers or attention."""
+    heads = [int(info(node.args[0]).shape[1]) for node in captured.graph.nodes if node.target == _ATTENTION]
+    if not heads or not captured.num_layers:
+        return None
+    shapes = {name: facts.shape for facts in captured.parameters for name in facts.names}
+    return ModelFacts(captured.num_layers, min(heads), tuple(shapes), captured.module_names, shapes)
+
+
+def vocabulary(captured: Captured) -> int | None:
+    """Returns the number of rows of the embedding that token ids look up, None where there is none."""
+    for node in captured.graph.nodes:
+        if node.target != torch.ops.aten.embedding.default:
+            continue
+        weight, ids = node.args[:2]
+        while ids.op == "call_function":
+            ids = ids.args[0]
+        if info(ids).name == "tokens":
+            return int(info(weight).shape[0])
+    return None
+
+
+def check_same_everywhere(
+    cluster: Cluster, captured: Captured, pool: Pool, optimizer: AdamW, model: nn.Module, seed: int
+) -> None:
+    """Raises `InvalidInput` where processes differ in program, pool, settings, versions or first weights. Collective."""
+    own = {
+        "graph": _digest(annotated_text(captured.graph)),
+        "pool": _digest(write_pool(pool)),
+        "optimizer": str(optimizer),
+        "seed": str(seed),
+        "torch version": torch.__version__,
+        "weights": _weights_digest(model),
+    }
+    everyone = cluster.gather(own)
+    for what in own:
+        values = [other[what] for other in everyone]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                hint = "; seed the generator before the model is built, or load the same file" if what == "weights" else ""
+                raise InvalidInput(f"start-up: {what} differs between rank 0 and rank {rank}{hint}")
+
+
+def _weights_digest(model: nn.Module) -> str:
+    sums = [
+        f"{name} {parameter.detach().double().sum().item():.17g}"
+        for name, parameter in model.named_parameters()
+        if parameter.device.type != "meta"
+    ]
+    return _digest("\n".join(sums))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,120 @@
+"""Memory of a program, from its graphs: bytes per rank as expressions in the token count.
+
+Counted: parameters and accumulated gradients in the compute layout, this rank's share of master weights and moments,
+values kept from forward to backward (times the micro-batches in flight), and the largest values of one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from hgraph.capture import Captured
+from hgraph.graph import BOUNDARIES, TOKENS, info
+from hgraph.shard_map import shard_map
+from passes.pipelines import CompiledScheme
+
+__all__ = ["StageMemory", "scheme_memory", "token_limit"]
+
+MIB = 2**20
+_OPTIMIZER_COPIES = 3
+"""Master weights and two moments."""
+
+_LIVE_TEMPORARIES = 3
+"""How many values of the largest kind are alive at once while an operator runs (its inputs and its result)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of the fullest rank of a stage; `per_micro_batch` and `temporary` are expressions in T."""
+
+    fixed_bytes: int
+    per_micro_batch: sympy.Expr
+    temporary: sympy.Expr
+    in_flight: int
+
+    @property
+    def peak_bytes(self) -> sympy.Expr:
+        return self.fixed_bytes + self.in_flight * self.per_micro_batch + self.temporary
+
+
+def scheme_memory(compiled: CompiledScheme, captured: Captured, num_ranks: int) -> list[StageMemory]:
+    """Returns the memory of each stage of a scheme in a job of `num_ranks`."""
+    result = []
+    total = sum(torch.Size(facts.shape).numel() for facts in captured.parameters)
+    for number, stage in enumerate(compiled.stages):
+        candidates = []
+        for rank, programs in stage.ranks.items():
+            held = _parameter_bytes(compiled, captured, number, rank)
+            optimizer = _OPTIMIZER_COPIES * total * 4 // num_ranks
+            saved = _sum(_saved(programs.forward.graph))
+            largest = max((_bytes(node) for node in _values(programs.forward.graph)), key=_slope, default=sympy.Integer(0))
+            in_flight = min(compiled.scheme.pp - number, compiled.scheme.pp)
+            candidates.append(StageMemory(2 * held + optimizer, saved, _LIVE_TEMPORARIES * largest, in_flight))
+        result.append(max(candidates, key=lambda memory: _slope(memory.peak_bytes)))
+    return result
+
+
+def token_limit(stages: Iterable[StageMemory], budget_bytes: float) -> int:
+    """Returns the largest number of tokens of a micro-batch for which every stage fits into the budget (0: none)."""
+    limits = []
+    for stage in stages:
+        slope = _slope(stage.peak_bytes)
+        start = float(stage.peak_bytes.subs({TOKENS: 0, BOUNDARIES: 1}))
+        limits.append(int((budget_bytes - start) / slope) if slope else 2**31)
+    return max(0, min(limits))
+
+
+def _slope(expression: sympy.Expr) -> float:
+    """Bytes per token, where every token might be a sequence of its own."""
+    one = sympy.sympify(expression).subs(BOUNDARIES, TOKENS + 1)
+    return float(one.subs(TOKENS, 1) - one.subs(TOKENS, 0))
+
+
+def _parameter_bytes(compiled: CompiledScheme, captured: Captured, stage: int, rank: int) -> int:
+    shapes = {name: (facts.shape, facts.dtype) for facts in captured.parameters for name in facts.names}
+    total = 0
+    for (name, own), annotation in compiled.parameters.items():
+        if own == stage and rank in annotation.ranks:
+            shape, dtype = shapes[name]
+            total += torch.Size(shard_map(annotation, shape).local_shape(rank)).numel() * dtype.itemsize
+    return total
+
+
+def _saved(graph: fx.Graph) -> list[sympy.Expr]:
+    """The bytes of each saved value, values that share memory counted once."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    roots: dict[fx.Node, sympy.Expr] = {}
+    for name, node in output.args[0].items():  # type: ignore[union-attr]
+        if name.startswith("saved:") and isinstance(node, fx.Node):
+            root = _memory_of(node)
+            if info(root).role not in ("parameter", "input", "buffer"):
+                roots[root] = _bytes(root)
+    return list(roots.values())
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    views = (torch.ops.aten.reshape.default, torch.ops.aten.transpose.int, torch.ops.aten.t.default)
+    more = (torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.expand.default)
+    while node.op == "call_function" and node.target in views + more:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _values(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and info(node).is_tensor]
+
+
+def _bytes(node: fx.Node) -> sympy.Expr:
+    facts = info(node)
+    if not facts.is_tensor:
+        return sympy.Integer(0)
+    return sympy.prod(facts.shape) * facts.dtype.itemsize
+
+
+def _sum(terms: Iterable[sympy.Expr]) -> sympy.Expr:
+    return sum(terms, sympy.Integer(0))

@@ -1,0 +1,94 @@
+"""Planning for a program: plans made ahead on rank 0, in a process of their own, and given to every rank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from hgraph.data.batches import GlobalBatch
+from hgraph.errors import HydraulisError
+from hgraph.plan import StepPlan
+from hgraph.profile import Profile
+from hgraph.strategy import Pool
+from runtime.cluster import Cluster
+from strategies.options import PlannerOptions
+from strategies.select import plan_step
+from strategies.service import PlanService
+
+__all__ = ["Planning"]
+
+
+class Planning:
+    """Gives the plan of a batch, the same on every rank.
+
+    With `depth` 0 plans are made in the step; otherwise up to `depth` steps ahead in a process that starts on first use.
+    """
+
+    def __init__(self, pool: Pool, profile: Profile, options: PlannerOptions, depth: int, cluster: Cluster) -> None:
+        self.pool, self.profile, self.options, self.depth, self.cluster = pool, profile, options, depth, cluster
+        self._service: PlanService | None = None
+        self._number = 0
+        self._submitted: dict[int, tuple[GlobalBatch, int]] = {}
+
+    def plan(self, batch: GlobalBatch, step: int) -> tuple[StepPlan, float]:
+        """Returns the plan of `batch` and how long this waited for it, in ms. Collective."""
+        answer: StepPlan | HydraulisError | None = None
+        start_s = time.perf_counter()
+        if 0 in self.cluster.local_ranks:
+            answer = self._own_plan(batch, step)
+        waited_ms = 1e3 * (time.perf_counter() - start_s)
+        answer, waited_ms = self.cluster.broadcast((answer, waited_ms))
+        if isinstance(answer, HydraulisError):
+            raise answer
+        assert answer is not None
+        return replace(answer, step=step), waited_ms
+
+    def ahead(self, batches: Iterable[GlobalBatch], step: Callable[[], int]) -> Iterator[GlobalBatch]:
+        """Yields the batches; those that follow are being planned while one is trained on."""
+        queue: deque[GlobalBatch] = deque()
+        for batch in batches:
+            queue.append(batch)
+            self._submit(batch)
+            if len(queue) > self.depth:
+                yield self._take(queue)
+        while queue:
+            yield self._take(queue)
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+        self._submitted.clear()
+
+    def _take(self, queue: deque[GlobalBatch]) -> GlobalBatch:
+        return queue.popleft()
+
+    def _submit(self, batch: GlobalBatch) -> None:
+        if self.depth == 0 or 0 not in self.cluster.local_ranks:
+            return
+        if self._service is None:
+            # One more than the depth: the step that is running has not been taken yet.
+            self._service = PlanService(self.pool, self.profile, self.options, self.depth + 1)
+        while len(self._submitted) > self.depth:
+            # A batch that was skipped: its plan is of no use any more.
+            _, number = self._submitted.pop(next(iter(self._submitted)))
+            self._service.result(number)
+        self._service.submit(self._number, batch.lengths)
+        self._submitted[id(batch)] = (batch, self._number)
+        self._number += 1
+
+    def _own_plan(self, batch: GlobalBatch, step: int) -> StepPlan | HydraulisError:
+        try:
+            if id(batch) in self._submitted and self._service is not None:
+                _, number = self._submitted.pop(id(batch))
+                return self._service.result(number)
+            return self._plan_here(batch.lengths, step)
+        except HydraulisError as error:
+            return error
+
+    def _plan_here(self, lengths: Sequence[int], step: int) -> StepPlan:
+        start_s = time.perf_counter()
+        plan = plan_step(self.pool, self.profile, lengths, step=step, options=self.options)
+        return replace(plan, plan_ms=1e3 * (time.perf_counter() - start_s))

@@ -1,0 +1,295 @@
+"""Program: a model, a loss and a pool compiled together; `step` trains on one global batch.
+
+    program = compile(model, loss, pool, optimizer=AdamW(lr=3e-4))
+    for batch in program.ahead(batches):
+        out = program.step(batch)
+
+Numbers (design: one denominator for the whole step): the loss is the sum over all labelled tokens of the global batch
+over their number, whatever the strategy; every gradient is that of this loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hgraph.capture import Captured, LossFunction, capture
+from hgraph.check_plan import check_plan
+from hgraph.data.batches import GlobalBatch, make_batch
+from hgraph.errors import InvalidInput, NotSupported
+from hgraph.plan import StepPlan
+from hgraph.profile import Profile
+from hgraph.reshard_plan import ReshardPlan
+from hgraph.shard_map import relative
+from hgraph.strategy import Pool
+from hgraph.strategy_file import load_pool
+from passes.pipelines import CompiledScheme, compile_scheme, normalized
+from runtime.calibrate import MemoryLimits, calibrate
+from runtime.cluster import Cluster, choose_cluster
+from runtime.executor import RankExecutor
+from runtime.facts import check_same_everywhere, model_facts, vocabulary
+from runtime.failure_channel import FailureChannel
+from runtime.layouts import StrategyBridges, bridge_plans, owned_box
+from runtime.optimizer import AdamW, ShardedAdamW
+from runtime.planning import Planning
+from runtime.rank_step import Executable, RankState, StepFacts, rank_step
+from runtime.weights import gather, initial_value, write_back
+from strategies.options import PlannerOptions
+
+__all__ = ["Program", "StepOutput", "compile"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did. Times are of the slowest rank; bytes are those that the bridges moved between all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    labelled_tokens: int
+    strategy: str
+    plan: StepPlan
+    learning_rate: float
+    measured_ms: float
+    replica_ms: tuple[float, ...]
+    plan_wait_ms: float
+    bridge_bytes: int
+    compiled_graphs: int
+    peak_live_micro_batches: int
+
+    @property
+    def replicas_used(self) -> int:
+        return sum(1 for replica in self.plan.replicas if replica.micro_batches)
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest replica over the mean of those used (1 where none ran)."""
+        used = [ms for ms, replica in zip(self.replica_ms, self.plan.replicas, strict=True) if replica.micro_batches]
+        return max(used) / (sum(used) / len(used)) if used and sum(used) > 0 else 1.0
+
+
+def compile(
+    model: nn.Module,
+    loss: LossFunction,
+    pool: Pool | str | Path,
+    *,
+    optimizer: AdamW | None = None,
+    seed: int = 0,
+    profile: Profile | None = None,
+    limits: MemoryLimits | None = None,
+    planner: PlannerOptions | None = None,
+    depth: int = 2,
+    fields: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+    cluster: Cluster | None = None,
+    timeout_s: float = 300.0,
+    channel: FailureChannel | None = None,
+    dump: Callable[[str, str, str], None] | None = None,
+) -> Program:
+    """Returns the program that trains `model` by `loss(model, packed)`, the sum over labelled tokens. Collective.
+
+    - `pool`: a `Pool`, or the path of a strategy file.
+    - `profile`: costs and token limits per scheme; without it they are measured on this machine (`calibrate`), within
+      `limits`.
+    - `seed`: initialises parameters that are on the meta device; weights that are there are kept.
+    - `depth`: how many steps `Program.ahead` plans before they are needed, in a process of its own; 0 plans in step.
+    - `exact`: everything in float64, also where the model casts to float32 (for comparison with the plain model).
+    - `dump`: called with scheme, pass and text after every pass.
+
+    Everything is compiled here; no step compiles anything.
+    """
+    captured = normalized(capture(model, loss, fields=fields), exact=exact)
+    pool = pool if isinstance(pool, Pool) else load_pool(pool, model=model_facts(captured))
+    cluster = cluster or choose_cluster(pool.num_ranks, timeout_s, channel)
+    compiled = {
+        str(scheme): compile_scheme(
+            captured, scheme, _template(pool, model), dump=None if dump is None else _named(dump, str(scheme))
+        )
+        for scheme in pool.schemes
+    }
+    program = Program(model, captured, compiled, pool, optimizer or AdamW(), cluster, seed, depth)
+    program.profile = profile or calibrate(program, limits or MemoryLimits())
+    program.planning = Planning(pool, program.profile, planner or PlannerOptions(), depth, cluster)
+    return program
+
+
+def _named(dump: Callable[[str, str, str], None], scheme: str) -> Callable[[str, str], None]:
+    return lambda name, text: dump(scheme, name, text)
+
+
+def _template(pool: Pool, model: nn.Module) -> str | Sequence[tuple[str, str]]:
+    """The pool's template; `hf` is what the model says of itself (`_tp_plan` of Hugging Face models)."""
+    if pool.template != "hf":
+        return pool.template
+    plan = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+    if not plan:
+        raise InvalidInput(f"template hf: {type(model).__name__} has no _tp_plan; use template: megatron")
+    roles = {"colwise": "column", "rowwise": "row"}
+    return [
+        (f"{pattern}.weight", roles[style.split("_")[0]])
+        for pattern, style in plan.items()
+        if style.split("_")[0] in roles
+    ]
+
+
+class Program:
+    """A compiled program; see `compile`. Two programs in one process do not see each other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        compiled: Mapping[str, CompiledScheme],
+        pool: Pool,
+        optimizer: AdamW,
+        cluster: Cluster,
+        seed: int,
+        depth: int,
+    ) -> None:
+        self.model, self.captured, self.compiled, self.pool = model, captured, compiled, pool
+        self.optimizer, self.cluster, self.seed, self.depth = optimizer, cluster, seed, depth
+        self.profile: Profile | None = None
+        self.planning: Planning | None = None
+        self.vocab_size = vocabulary(captured)
+        self.dtype = _compute_dtype(captured)
+        self.master_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.step_count = 0
+        self._bridge_plans: dict[str, tuple[Mapping[str, ReshardPlan], Mapping[str, ReshardPlan]]] = {}
+        check_same_everywhere(cluster, captured, pool, optimizer, model, seed)
+        cluster.prepare(self._groups())
+        self.ranks = {rank: self._rank_state(rank) for rank in cluster.local_ranks}
+
+    @property
+    def compiled_graphs(self) -> int:
+        """Number of programs compiled so far."""
+        return sum(scheme.num_programs for scheme in self.compiled.values())
+
+    def step(self, batch: GlobalBatch | Sequence[Sequence[int] | Tensor]) -> StepOutput:
+        """Trains on one global batch and returns what happened. The same batch on every rank. Collective.
+
+        Raises `InvalidInput` for a batch that cannot be run and `NonFiniteLoss`; state is then as before.
+        """
+        batch = batch if isinstance(batch, GlobalBatch) else make_batch(batch)
+        plan, waited_ms = self._planning.plan(batch, self.step_count)
+        return self.run_plan(batch, plan, waited_ms)
+
+    def run_plan(self, batch: GlobalBatch, plan: StepPlan, plan_wait_ms: float = 0.0) -> StepOutput:
+        """Trains on a batch by a given plan."""
+        assert self.profile is not None
+        check_plan(plan, self.pool, self.profile, batch.lengths)
+        facts = StepFacts(self.step_count, batch, plan, self.pool[plan.strategy], self.vocab_size)
+        generators = {rank: rank_step(state, facts) for rank, state in self.ranks.items()}
+        with torch.no_grad():
+            outcome = next(iter(self.cluster.run(generators).values()))
+        self.step_count += 1
+        executable = next(iter(self.ranks.values())).executables[plan.strategy]
+        return StepOutput(
+            step=facts.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            tokens=batch.num_tokens,
+            labelled_tokens=batch.num_targets,
+            strategy=plan.strategy,
+            plan=plan,
+            learning_rate=outcome.learning_rate,
+            measured_ms=outcome.measured_ms,
+            replica_ms=outcome.replica_ms,
+            plan_wait_ms=plan_wait_ms,
+            bridge_bytes=executable.bridges.total_bytes if batch.num_targets else 0,
+            compiled_graphs=self.compiled_graphs,
+            peak_live_micro_batches=outcome.peak_live_micro_batches,
+        )
+
+    def ahead(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Yields the batches, and has the next ones planned in the meantime."""
+        return self._planning.ahead(batches, lambda: self.step_count)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns all weights, whole, by every name of the model. Collective."""
+        whole = gather(self, {rank: state.weights() for rank, state in self.ranks.items()})
+        return {name: whole[facts.name] for facts in self.captured.parameters for name in facts.names}
+
+    def update_model(self) -> None:
+        """Copies the trained weights into the user's module. Collective."""
+        write_back(self.model, self.state_dict())
+
+    def close(self) -> None:
+        """Ends the planner's process."""
+        if self.planning is not None:
+            self.planning.close()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _planning(self) -> Planning:
+        assert self.planning is not None
+        return self.planning
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        """Every device group that a collective of any program may use."""
+        groups: set[tuple[int, ...]] = {tuple(range(self.pool.num_ranks))}
+        for strategy in self.pool.strategies:
+            for replica in strategy.replicas:
+                compiled = self.compiled[str(replica.scheme)]
+                for group in compiled.groups():
+                    groups.add(tuple(replica.ranks[rank] for rank in group))
+        return sorted(groups)
+
+    def _rank_state(self, rank: int) -> RankState:
+        owned, frozen = {}, {}
+        named = dict(self.model.named_parameters())
+        for facts in self.captured.parameters:
+            box = owned_box(facts.shape, self.pool.num_ranks, rank)
+            if box is None:
+                continue
+            whole = initial_value(named[facts.name], facts, self.seed)
+            part = whole[relative(box, tuple((0, size) for size in facts.shape))]
+            part = part.detach().to(self.cluster.device, self.master_dtype, copy=True)
+            (owned if facts.requires_grad else frozen)[facts.name] = part
+        state = RankState(rank, self.pool.num_ranks, self.dtype, ShardedAdamW(self.optimizer, owned), frozen, self.captured)
+        for strategy in self.pool.strategies:
+            state.executables[strategy.name] = self._executable(strategy.name, rank)
+        return state
+
+    def _executable(self, name: str, rank: int) -> Executable:
+        strategy = self.pool[name]
+        plans = self._bridge_plans
+        if name not in plans:
+            plans[name] = bridge_plans(strategy, self.compiled, self.captured.parameters, self.pool.num_ranks)
+        bridges = StrategyBridges(plans[name], rank, (self.dtype, self.master_dtype), self.cluster.device)
+        index = strategy.replica_of(rank)
+        executor = None
+        if index is not None:
+            replica = strategy.replicas[index]
+            compiled = self.compiled[str(replica.scheme)]
+            buffers = {key: tensor.to(self.cluster.device) for key, tensor in self._buffers.items()}
+            executor = RankExecutor(compiled, replica, rank, buffers, self.master_dtype)
+        return Executable(strategy, index, executor, bridges)
+
+    @property
+    def _buffers(self) -> Mapping[str, Tensor]:
+        if self.dtype != torch.float64:
+            return self.captured.buffers
+        return {
+            name: tensor.double() if tensor.dtype == torch.float32 else tensor
+            for name, tensor in self.captured.buffers.items()
+        }
+
+
+def _compute_dtype(captured: Captured) -> torch.dtype:
+    dtypes = {facts.dtype for facts in captured.parameters}
+    if len(dtypes) > 1:
+        raise NotSupported(f"parameters of several dtypes: {sorted(map(str, dtypes))}; convert the model to one")
+    (dtype,) = dtypes
+    if dtype not in (torch.float32, torch.float64):
+        raise NotSupported(f"training in {dtype} is not there yet; convert the model to float32")
+    return dtype
