@@ -39,7 +39,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _ = query.shape
     output = query.new_zeros(num_tokens, num_heads, value.shape[-1])
-    log_sum_exp = query.new_zeros(num_tokens, num_heads)
+    log_sum_exp = query.new_zeros(num_tokens, num_heads, dtype=_wide(query))
     heads = _key_heads(query, key, query_head_start, key_head_start, heads_per_key)
     for start, stop in _documents(cu_seqlens):
         parts = (_document(query, start, stop), *_expand(key, value, heads, start, stop))
@@ -61,7 +61,8 @@ def _forward_fake(
     heads_per_key: int,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _ = query.shape
-    return query.new_empty(num_tokens, num_heads, value.shape[-1]), query.new_empty(num_tokens, num_heads)
+    log_sum_exp = query.new_empty(num_tokens, num_heads, dtype=_wide(query))
+    return query.new_empty(num_tokens, num_heads, value.shape[-1]), log_sum_exp
 
 
 @torch.library.custom_op("hydraulis::packed_attention_backward", mutates_args=())
@@ -142,13 +143,15 @@ def _expand(key: Tensor, value: Tensor, heads: Tensor, start: int, stop: int) ->
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output [1, H, L, E] and the log-sum-exp [1, H, L] of one document."""
     if query.shape[1] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_zeros(query.shape[:3])
-    if query.device.type == "cpu":
+        nothing = query.new_zeros(query.shape[:3], dtype=_wide(query))
+        return query.new_zeros(*query.shape[:3], value.shape[-1]), nothing
+    if _has_flash_kernel(query, value):
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return attend(query, key, value, 0.0, True, scale=scale)
     scores = _causal_scores(query, key, scale)
     log_sum_exp = scores.logsumexp(-1)
-    return (scores - log_sum_exp[..., None]).exp() @ value, log_sum_exp
+    output = (scores - log_sum_exp[..., None]).exp() @ value.to(scores.dtype)
+    return output.to(query.dtype), log_sum_exp
 
 
 def _attend_backward(
@@ -156,16 +159,30 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.shape[1] == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    if query.device.type == "cpu":
+    if _has_flash_kernel(query, value):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, query, key, value, output, log_sum_exp, 0.0, True, scale=scale)
     weights = (_causal_scores(query, key, scale) - log_sum_exp[..., None]).exp()
+    narrow = query.dtype
+    grad, query, key, value, output = (x.to(weights.dtype) for x in (grad, query, key, value, output))
     grad_weights = grad @ value.transpose(-1, -2)
     grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True)) * scale
-    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad
+    grads = grad_scores @ key, grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad
+    return tuple(x.to(narrow) for x in grads)  # type: ignore[return-value]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype of log-sum-exp and of sums: float32, or float64 where `tensor` is."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _has_flash_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether the CPU flash kernel serves these; formulas serve other devices and values of another head size."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def _causal_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    scores = (query @ key.transpose(-1, -2)) * scale
+    wide = _wide(query)
+    scores = (query.to(wide) @ key.to(wide).transpose(-1, -2)) * scale
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(hidden, float("-inf"))

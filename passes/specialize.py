@@ -44,6 +44,8 @@ _ALIASING = (
     aten.select.int,
     operator.getitem,
 )
+_IGNORED = -100
+"""Label of what a rank ignores. Not the user's own, which may be a class once labels are counted from elsewhere."""
 _PROBE_TOKENS, _PROBE_BOUNDARIES = 1013, 7
 """Sizes that stand for symbolic ones where only static dims matter; above any number of ranks."""
 
@@ -303,6 +305,22 @@ def _input_annotation(node: fx.Node, number: int) -> Annotation | None:
     return required[number] if required else None
 
 
+def _squeeze(local: _Localizer, node: fx.Node) -> fx.Node:
+    """A dim that is longer than 1 must stay where a rank holds one element of it: only the global shape tells."""
+    return local.result.graph.call_function(aten.reshape.default, (local._arguments(node)[0], local.sizes(node)))
+
+
+def _amax(local: _Localizer, node: fx.Node) -> Any:
+    """A rank may hold nothing of the dim over which the greatest is taken."""
+    annotation = _input_annotation(node, 0)
+    shape = info(tensor_inputs(node)[0]).shape
+    dims = node.args[1]
+    assert isinstance(dims, list | tuple)
+    if annotation is None or not any(_cuts(annotation, int(dim) % len(shape)) for dim in dims):  # type: ignore[call-overload]
+        return local._arguments(node)
+    return local.result.graph.call_function(local_amax, local._arguments(node))
+
+
 def _embedding(local: _Localizer, node: fx.Node) -> Any:
     """With a split vocabulary: rows of ids held elsewhere are zero."""
     weight, ids = local._arguments(node)[:2]
@@ -340,6 +358,7 @@ def _nll(local: _Localizer, node: fx.Node) -> tuple[Any, ...]:
     start = local.start(annotation, shape, 1, node.name)
     labels = local.result.graph.call_function(local_labels, (args[first + 1], start, classes, args[first + 4]))
     args[first + 1] = set_info(labels, copy(info(tensor_inputs(node)[first + 1])))
+    args[first + 4] = _IGNORED
     return tuple(args)
 
 
@@ -360,6 +379,10 @@ _SPECIAL: dict[Any, Callable[[_Localizer, fx.Node], Any]] = {
     aten.expand.default: _shape_argument(1),
     aten.slice_backward.default: _shape_argument(1),
     aten.select_backward.default: _shape_argument(1),
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.squeeze.default: _squeeze,
+    aten.amax.default: _amax,
     aten.full.default: _shape_argument(0),
     aten.zeros.default: _shape_argument(0),
     aten.ones.default: _shape_argument(0),
@@ -370,6 +393,14 @@ _SPECIAL: dict[Any, Callable[[_Localizer, fx.Node], Any]] = {
     torch.ops.hydraulis.packed_attention.default: _attention,
     torch.ops.hydraulis.packed_attention_backward.default: _attention,
 }
+
+
+def local_amax(x: torch.Tensor, dims: list[int], keepdim: bool = False) -> torch.Tensor:
+    """Returns the maxima of x over `dims`; minus infinity, which no other rank's maximum is below, where x is empty."""
+    if all(x.shape[dim] for dim in dims):
+        return aten.amax(x, dims, keepdim)
+    assert x.dtype.is_floating_point, "expected floating point"
+    return aten.sum(x, dims, keepdim).fill_(-torch.inf)
 
 
 def local_embedding(weight: torch.Tensor, ids: torch.Tensor, start: int, rows: int) -> torch.Tensor:
@@ -389,6 +420,6 @@ def local_embedding_backward(
 
 
 def local_labels(labels: torch.Tensor, start: int, classes: int, ignored: int) -> torch.Tensor:
-    """Returns labels counted from `start`; those outside the rank's classes are ignored."""
-    outside = (labels < start) | (labels >= start + classes)
-    return (labels - start).masked_fill(outside, ignored)
+    """Returns labels counted from `start`; `ignored` ones and those outside the rank's classes become `_IGNORED`."""
+    outside = (labels < start) | (labels >= start + classes) | (labels == ignored)
+    return (labels - start).masked_fill(outside, _IGNORED)

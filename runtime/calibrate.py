@@ -59,14 +59,14 @@ def calibrate(
     program: Program,
     limits: MemoryLimits,
     *,
-    lengths: Sequence[int] = (64, 256, 1024),
-    repeats: int = 3,
+    lengths: Sequence[int] = (32, 128, 512),
+    repeats: int = 2,
     cache: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Returns the profile of every scheme and strategy of the program's pool. Collective.
 
-    `lengths` are those of the measured sequences (those above a scheme's limit are left out). With `cache`, a folder,
+    `lengths` are those of the measured sequences, cut to a scheme's limit. With `cache`, a folder,
     results are kept there by what they depend on.
     """
     tokens = {str(scheme): max_tokens_of(program, scheme, limits) for scheme in program.pool.schemes}
@@ -130,9 +130,10 @@ def _measure(
 
 
 def _shapes(lengths: Sequence[int], limit: int) -> list[tuple[int, ...]]:
-    """The micro-batches to measure: one sequence of each length, the limit itself, and packs of short ones."""
-    single = sorted({min(length, limit) for length in lengths} | {limit})
-    packs = [(length,) * (limit // length) for length in single if limit // length > 1]
+    """The micro-batches to measure: one sequence of each length, and packs of short ones."""
+    single = sorted({min(length, limit) for length in lengths})
+    room = min(limit, max(lengths))
+    packs = [(length,) * (room // length) for length in single if room // length > 1]
     return [(length,) for length in single] + packs[:2]
 
 

@@ -36,11 +36,11 @@ from runtime.failure_channel import FailureChannel
 from runtime.layouts import StrategyBridges, bridge_plans, owned_box
 from runtime.optimizer import AdamW, ShardedAdamW
 from runtime.planning import Planning
-from runtime.rank_step import Executable, RankState, StepFacts, rank_step
+from runtime.rank_step import Executable, RankOutcome, RankState, StepFacts, rank_step
 from runtime.weights import gather, initial_value, write_back
 from strategies.options import PlannerOptions
 
-__all__ = ["Program", "StepOutput", "compile"]
+__all__ = ["Program", "StepOutput", "compile", "leaf_template"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def compile(
     *,
     optimizer: AdamW | None = None,
     seed: int = 0,
-    profile: Profile | None = None,
+    profile: Profile | Callable[[Program], Profile] | None = None,
     limits: MemoryLimits | None = None,
     planner: PlannerOptions | None = None,
     depth: int = 2,
@@ -94,8 +94,8 @@ def compile(
     """Returns the program that trains `model` by `loss(model, packed)`, the sum over labelled tokens. Collective.
 
     - `pool`: a `Pool`, or the path of a strategy file.
-    - `profile`: costs and token limits per scheme; without it they are measured on this machine (`calibrate`), within
-      `limits`.
+    - `profile`: costs and token limits per scheme, or a function that makes them; without it they are measured on this
+      machine (`calibrate`), within `limits`.
     - `seed`: initialises parameters that are on the meta device; weights that are there are kept.
     - `depth`: how many steps `Program.ahead` plans before they are needed, in a process of its own; 0 plans in step.
     - `exact`: everything in float64, also where the model casts to float32 (for comparison with the plain model).
@@ -108,13 +108,16 @@ def compile(
     cluster = cluster or choose_cluster(pool.num_ranks, timeout_s, channel)
     compiled = {
         str(scheme): compile_scheme(
-            captured, scheme, _template(pool, model), dump=None if dump is None else _named(dump, str(scheme))
+            captured, scheme, leaf_template(pool, model), dump=None if dump is None else _named(dump, str(scheme))
         )
         for scheme in pool.schemes
     }
-    program = Program(model, captured, compiled, pool, optimizer or AdamW(), cluster, seed, depth)
-    program.profile = profile or calibrate(program, limits or MemoryLimits())
-    program.planning = Planning(pool, program.profile, planner or PlannerOptions(), depth, cluster)
+    program = Program(model, captured, compiled, pool, optimizer or AdamW(), cluster, seed)
+    if callable(profile):
+        profile = profile(program)
+    elif profile is None:
+        profile = calibrate(program, limits or MemoryLimits())
+    program.planning = Planning(pool, profile, planner or PlannerOptions(), depth, cluster)
     return program
 
 
@@ -122,7 +125,7 @@ def _named(dump: Callable[[str, str, str], None], scheme: str) -> Callable[[str,
     return lambda name, text: dump(scheme, name, text)
 
 
-def _template(pool: Pool, model: nn.Module) -> str | Sequence[tuple[str, str]]:
+def leaf_template(pool: Pool, model: nn.Module) -> str | Sequence[tuple[str, str]]:
     """The pool's template; `hf` is what the model says of itself (`_tp_plan` of Hugging Face models)."""
     if pool.template != "hf":
         return pool.template
@@ -149,12 +152,10 @@ class Program:
         optimizer: AdamW,
         cluster: Cluster,
         seed: int,
-        depth: int,
     ) -> None:
         self.model, self.captured, self.compiled, self.pool = model, captured, compiled, pool
-        self.optimizer, self.cluster, self.seed, self.depth = optimizer, cluster, seed, depth
-        self.profile: Profile | None = None
-        self.planning: Planning | None = None
+        self.optimizer, self.cluster, self.seed = optimizer, cluster, seed
+        self._planning: Planning | None = None
         self.vocab_size = vocabulary(captured)
         self.dtype = _compute_dtype(captured)
         self.master_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -175,21 +176,17 @@ class Program:
         Raises `InvalidInput` for a batch that cannot be run and `NonFiniteLoss`; state is then as before.
         """
         batch = batch if isinstance(batch, GlobalBatch) else make_batch(batch)
-        plan, waited_ms = self._planning.plan(batch, self.step_count)
+        plan, waited_ms = self.planning.plan(batch, self.step_count)
         return self.run_plan(batch, plan, waited_ms)
 
     def run_plan(self, batch: GlobalBatch, plan: StepPlan, plan_wait_ms: float = 0.0) -> StepOutput:
         """Trains on a batch by a given plan."""
-        assert self.profile is not None
         check_plan(plan, self.pool, self.profile, batch.lengths)
-        facts = StepFacts(self.step_count, batch, plan, self.pool[plan.strategy], self.vocab_size)
-        generators = {rank: rank_step(state, facts) for rank, state in self.ranks.items()}
-        with torch.no_grad():
-            outcome = next(iter(self.cluster.run(generators).values()))
+        outcome = self._run(batch, plan, update=True)
         self.step_count += 1
         executable = next(iter(self.ranks.values())).executables[plan.strategy]
         return StepOutput(
-            step=facts.step,
+            step=self.step_count - 1,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             tokens=batch.num_tokens,
@@ -205,9 +202,20 @@ class Program:
             peak_live_micro_batches=outcome.peak_live_micro_batches,
         )
 
+    def measure(self, batch: GlobalBatch, plan: StepPlan) -> float:
+        """Returns the milliseconds of a step that leaves weights and optimizer as they are."""
+        check_plan(plan, self.pool, self.profile, batch.lengths)
+        return self._run(batch, plan, update=False).measured_ms
+
+    def _run(self, batch: GlobalBatch, plan: StepPlan, *, update: bool) -> RankOutcome:
+        facts = StepFacts(self.step_count, batch, plan, self.pool[plan.strategy], self.vocab_size)
+        generators = {rank: rank_step(state, facts, update=update) for rank, state in self.ranks.items()}
+        with torch.no_grad():
+            return next(iter(self.cluster.run(generators).values()))
+
     def ahead(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yields the batches, and has the next ones planned in the meantime."""
-        return self._planning.ahead(batches, lambda: self.step_count)
+        return self.planning.ahead(batches, lambda: self.step_count)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns all weights, whole, by every name of the model. Collective."""
@@ -220,8 +228,8 @@ class Program:
 
     def close(self) -> None:
         """Ends the planner's process."""
-        if self.planning is not None:
-            self.planning.close()
+        if self._planning is not None:
+            self._planning.close()
 
     def __enter__(self) -> Program:
         return self
@@ -230,9 +238,26 @@ class Program:
         self.close()
 
     @property
-    def _planning(self) -> Planning:
-        assert self.planning is not None
-        return self.planning
+    def planning(self) -> Planning:
+        assert self._planning is not None, "set once costs are known"
+        return self._planning
+
+    @planning.setter
+    def planning(self, planning: Planning) -> None:
+        self._planning = planning
+
+    @property
+    def profile(self) -> Profile:
+        """Costs and token limits of every scheme."""
+        return self.planning.profile
+
+    def strategies_for(self, length: int) -> list[str]:
+        """Returns the names of the strategies that can run a sequence of `length` tokens."""
+        return [
+            strategy.name
+            for strategy in self.pool.strategies
+            if any(self.profile.cost(replica.scheme).max_tokens >= length for replica in strategy.replicas)
+        ]
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Every device group that a collective of any program may use."""

@@ -83,8 +83,13 @@ class RankOutcome:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def rank_step(state: RankState, facts: StepFacts, *, keep_gradients: bool = False) -> RankGenerator[RankOutcome]:
-    """Runs one step; `keep_gradients` returns this rank's gradient shards in the outcome (before clipping)."""
+def rank_step(
+    state: RankState, facts: StepFacts, *, keep_gradients: bool = False, update: bool = True
+) -> RankGenerator[RankOutcome]:
+    """Runs one step; `keep_gradients` returns this rank's gradient shards in the outcome (before clipping).
+
+    Without `update` weights and optimizer stay as they are.
+    """
     start_s = time.perf_counter()
     executable = state.executables[facts.plan.strategy]
     micro_batches = yield from _fetch(state, executable, facts)
@@ -99,7 +104,7 @@ def rank_step(state: RankState, facts: StepFacts, *, keep_gradients: bool = Fals
     losses, grad_norm = yield from _totals(state, executable, result, gradients, facts)
     _check_finite(losses, grad_norm, facts)
     kept = {name: gradient.clone() for name, gradient in gradients.items()} if keep_gradients else {}
-    rate = state.optimizer.step(gradients, grad_norm)
+    rate = state.optimizer.step(gradients, grad_norm) if update else 0.0
     step_ms = 1e3 * (time.perf_counter() - start_s)
     peak = 0 if result is None else result.peak_live_micro_batches
     greatest = yield from _greatest(state, executable, run_ms, step_ms, peak, len(losses))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from strategies.cost import ReplicaKind
 
@@ -47,6 +48,7 @@ class Packer:
 
 def _pack(kind: ReplicaKind, lengths: tuple[int, ...]) -> Packing:
     assert not lengths or lengths[0] <= kind.max_tokens, (lengths[0], kind.max_tokens)
+    assert all(longer >= shorter for longer, shorter in pairwise(lengths)), lengths
     bins = fewest_bins(lengths, kind.max_tokens)
     if kind.pp == 1 or not bins:
         return ordered(kind, lengths, bins)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from hgraph.graph import Shape, Size, info, tensor_inputs
 from passes.rules.sharding import Dims, OpSharding
 
-__all__ = ["creation", "elementwise", "linear_cast", "linear_in_first", "linear_jointly", "linear_power", "nonlinear"]
+__all__ = ["creation", "elementwise", "linear_cast", "linear_in_first", "linear_jointly", "linear_power", "nonlinear", "sequence"]
 
 
 def elementwise(node: fx.Node, linear: tuple[frozenset[int], ...]) -> OpSharding:
@@ -25,7 +26,7 @@ def nonlinear(node: fx.Node) -> list[OpSharding]:
 
 def linear_in_first(node: fx.Node) -> list[OpSharding]:
     """Linear in the first input where everything else is a plain number (negation, scaling by a scalar)."""
-    alone = len(tensor_inputs(node)) == 1
+    alone = len(tensor_inputs(node)) == 1 and isinstance(node.args[0], fx.Node)
     return [elementwise(node, (frozenset({0}),) if alone else ())]
 
 
@@ -44,7 +45,7 @@ def linear_power(node: fx.Node) -> list[OpSharding]:
 def linear_cast(node: fx.Node) -> list[OpSharding]:
     """Linear where the cast does not round: a value is reduced on the narrow side of a widening cast."""
     source, target = info(tensor_inputs(node)[0]).dtype, info(node).dtype
-    widening = source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize
+    widening = source.is_floating_point and torch.promote_types(source, target) == target
     return [elementwise(node, (frozenset({0}),) if widening else ())]
 
 
@@ -54,6 +55,11 @@ def creation(node: fx.Node) -> list[OpSharding]:
     output = _output_dims(info(node).shape, sizes)
     inputs = tuple(_broadcast_dims(info(argument).shape, info(node).shape, output) for argument in tensor_inputs(node))
     return [OpSharding(inputs, (output,), sizes)]
+
+
+def sequence(node: fx.Node) -> list[OpSharding]:
+    """Consecutive numbers: every rank makes them all, as its piece would have a start of its own."""
+    return [OpSharding((), ((("n",),),), {"n": info(node).shape[0]}, frozenset("n"))]
 
 
 def _output_dims(shape: Shape, sizes: dict[str, Size]) -> Dims:

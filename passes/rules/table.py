@@ -80,9 +80,6 @@ _TABLE: list[tuple[Rule, tuple[Any, ...]]] = [
     (
         elementwise.creation,
         (
-            aten.arange.default,
-            aten.arange.start,
-            aten.arange.start_step,
             aten.full.default,
             aten.zeros.default,
             aten.ones.default,
@@ -93,6 +90,7 @@ _TABLE: list[tuple[Rule, tuple[Any, ...]]] = [
             aten.empty_like.default,
         ),
     ),
+    (elementwise.sequence, (aten.arange.default, aten.arange.start, aten.arange.start_step)),
     (views.reshape, (aten.reshape.default,)),
     (views.transpose, (aten.t.default, aten.transpose.int)),
     (views.permute, (aten.permute.default,)),

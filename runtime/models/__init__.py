@@ -1,1 +1,102 @@
-"""Models that the command line can train by name; plain `nn.Module`s that know nothing of this project."""
+"""Models that the command line can train: a plain Llama by its sizes, or what a function of the user returns."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hgraph.data.losses import causal_lm_loss, token_loss
+from hgraph.data.packed import Packed
+from hgraph.errors import InvalidInput
+from hgraph.installation import PACKAGES
+
+if TYPE_CHECKING:
+    from runtime.config import ModelConfig
+
+__all__ = ["build_loss", "build_model"]
+
+
+def build_model(config: ModelConfig, *, seed: int = 0, on_meta: bool = False) -> nn.Module:
+    """Returns the model of a configuration, with weights drawn from `seed`; torch's own generator is left as it was.
+
+    With `on_meta` the Llama that comes along has shapes and no weights; a factory decides for itself. The module of a
+    factory may lie in the current folder. Raises `InvalidInput` where there is no such function, where it
+    fails, or where it returns something else than a module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.factory is not None:
+            return _from_factory(config.factory, config.arguments)
+        from runtime.models.llama import Llama
+
+        with torch.device("meta" if on_meta else "cpu"):
+            return Llama(config.llama())
+
+
+def build_loss(model: nn.Module) -> Callable[[nn.Module, Packed], Tensor]:
+    """Returns `loss(model, packed)`, the summed cross entropy of next tokens.
+
+    A model whose `forward` takes `input_ids` is called as causal language models of Hugging Face are; any other as
+    `model(tokens [1, T], positions [1, T])`, and returns logits [1, T, V].
+    """
+    return causal_lm_loss() if "input_ids" in inspect.signature(model.forward).parameters else _plain_loss
+
+
+def _plain_loss(model: nn.Module, packed: Packed) -> Tensor:
+    return token_loss(model(packed.tokens[None], packed.positions[None])[0], packed)
+
+
+def _from_factory(factory: str, arguments: dict[str, object]) -> nn.Module:
+    module_name, _, function_name = factory.partition(":")
+    _allow_current_folder()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InvalidInput(f"model.factory {factory}: {_import_fault(module_name, error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        raise InvalidInput(
+            f"model.factory {factory}: {module_name} ({module.__file__}) has no function {function_name!r}; "
+            f"it has {', '.join(known) or 'none'}"
+        )
+    try:
+        model = function(**arguments)
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise InvalidInput(
+            f"model.factory {factory}: {function_name}({given}) failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model.factory {factory}: expected an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _import_fault(module_name: str, error: Exception) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+        return (
+            f"there is no module {missing!r} in {os.getcwd()} or among the installed packages; "
+            "start from the folder that it lies in, or install it"
+        )
+    return f"importing {module_name} failed: {type(error).__name__}: {error}"
+
+
+def _allow_current_folder() -> None:
+    """Makes modules of the current folder importable, as `python script.py` does and console scripts do not.
+
+    At the end of the search path, and for good: ours cannot be hidden by a file there, and functions of the module may
+    import more from its folder when they run.
+    """
+    for package in PACKAGES:
+        importlib.import_module(package)
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)

@@ -1,0 +1,40 @@
+"""`hgraph train`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command("train", context_settings={"ignore_unknown_options": False})
+@click.argument("config", type=click.Path())
+@click.argument("settings", nargs=-1)
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes to start; default: num_processes of the file.")
+@click.option("--name", help="Name of the run, its folder under `output`; default: that of the file.")
+def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str | None) -> None:
+    """Train a model as the file CONFIG says, changed by SETTINGS such as optimizer.lr=1e-3.
+
+    Starts one process per rank on this machine, unless torchrun has started this one already. Writes metrics.jsonl,
+    plans.jsonl and the resolved configuration to <output>/<name>/.
+
+    \b
+    Examples:
+      hgraph train examples/first_light/config.yaml
+      hgraph train examples/first_light/config.yaml --name longer steps=80 optimizer.lr=5e-4
+      torchrun --nproc-per-node 4 -m runtime.cli train examples/first_light/config.yaml
+    """
+    from runtime.config import load_config
+    from runtime.launch import is_launched, launch
+
+    overrides = list(settings)
+    overrides += [f"num_processes={nproc}"] if nproc is not None else []
+    overrides += [f"name={name}"] if name is not None else []
+    loaded = load_config(config, overrides)
+    if loaded.num_processes > 1 and not is_launched():
+        sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides]))
+    from runtime.train import train
+
+    train(loaded)

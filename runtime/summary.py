@@ -1,0 +1,117 @@
+"""The summary at the end of a run, as tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime.program import StepOutput
+
+__all__ = ["StaticComparison", "Summary", "print_summary"]
+
+_ENDS = 3
+"""Steps that are averaged at either end of the loss curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticComparison:
+    """Milliseconds of a few batches under their own plans, and under the best one strategy that could run all."""
+
+    batches: tuple[int, ...]
+    own_ms: tuple[float, ...]
+    strategy: str
+    static_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the tables show. `unigram_entropy` in nats per token; `peak_memory_mib` of the largest process."""
+
+    steps: tuple[StepOutput, ...]
+    unigram_entropy: float
+    peak_memory_mib: float
+    comparison: StaticComparison | None
+    folder: Path
+
+
+def print_summary(summary: Summary, console: Console | None = None) -> None:
+    """Prints the summary."""
+    console = console or Console()
+    console.print(_strategies(summary.steps))
+    console.print(_figures(summary))
+    console.print(f"metrics, plans and configuration: {summary.folder}")
+
+
+def _strategies(steps: Sequence[StepOutput]) -> Table:
+    table = Table(title="steps per strategy")
+    for name in ("strategy", "steps", "predicted ms", "measured ms", "measured / predicted", "imbalance"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for name, count in Counter(step.strategy for step in steps).most_common():
+        own = [step for step in steps if step.strategy == name]
+        table.add_row(
+            name,
+            str(count),
+            f"{_mean(step.plan.predicted_ms for step in own):.0f}",
+            f"{_mean(step.measured_ms for step in own):.0f}",
+            f"{statistics.median(_ratio(step) for step in own):.2f}",
+            f"{_mean(step.imbalance for step in own):.2f}",
+        )
+    return table
+
+
+def _figures(summary: Summary) -> Table:
+    steps = summary.steps
+    first, last = _mean(s.loss for s in steps[:_ENDS]), _mean(s.loss for s in steps[-_ENDS:])
+    errors = [abs(_ratio(step) - 1.0) for step in steps]
+    programs = sum(1 for step in steps if step.plan.solver.startswith("highs"))
+    table = Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value")
+    rows = [
+        (f"loss, first {_ENDS} -> last {_ENDS} steps", f"{first:.3f} -> {last:.3f} nats per token ({last / first - 1:+.0%})"),
+        ("unigram entropy of the corpus", f"{summary.unigram_entropy:.3f} nats per token"),
+        ("tokens per second", f"{1e3 * sum(s.tokens for s in steps) / sum(s.measured_ms for s in steps):.0f}"),
+        ("imbalance, slowest / mean replica", f"{_mean(step.imbalance for step in steps):.3f}"),
+        ("error of predicted time, median", f"{statistics.median(errors):.0%}"),
+        ("waited for plans", f"{sum(s.plan_wait_ms for s in steps):.0f} ms in all, {_waits(steps)} steps above 1 ms"),
+        ("plans improved by the integer program", f"{programs} of {len(steps)}"),
+        ("gap to the bound, median", f"{statistics.median(s.plan.gap for s in steps):.1%}"),
+        ("graphs compiled, before the first step / after", f"{steps[0].compiled_graphs} / {_later(steps)}"),
+        ("peak memory of a process", f"{summary.peak_memory_mib:.0f} MiB"),
+    ]
+    if summary.comparison is not None:
+        rows += _comparison(summary.comparison)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _comparison(comparison: StaticComparison) -> list[tuple[str, str]]:
+    own, static = _mean(comparison.own_ms), _mean(comparison.static_ms)
+    steps = ", ".join(str(index + 1) for index in comparison.batches)
+    return [
+        (f"batches of steps {steps} again, own plans", f"{own:.0f} ms a step"),
+        (f"the same, best static strategy ({comparison.strategy})", f"{static:.0f} ms a step ({static / own:.2f} x)"),
+    ]
+
+
+def _later(steps: Sequence[StepOutput]) -> int:
+    return steps[-1].compiled_graphs - steps[0].compiled_graphs
+
+
+def _waits(steps: Sequence[StepOutput]) -> int:
+    return sum(1 for step in steps if step.plan_wait_ms > 1.0)
+
+
+def _ratio(step: StepOutput) -> float:
+    return step.measured_ms / step.plan.predicted_ms if step.plan.predicted_ms else 1.0
+
+
+def _mean(values: object) -> float:
+    return statistics.fmean(values)  # type: ignore[arg-type]

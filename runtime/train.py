@@ -1,0 +1,131 @@
+"""The training loop of `hgraph train`: corpus, program, steps, metrics, summary."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hgraph.capture import LossFunction
+from hgraph.data.batches import GlobalBatch, global_batches
+from hgraph.plan import StepPlan
+from hgraph.profile import Profile
+from runtime.calibrate import MemoryLimits, calibrate
+from runtime.config import RunConfig
+from runtime.corpus import build_dataset, unigram_entropy
+from runtime.failure_channel import FailureChannel, rank_guard
+from runtime.models.build import build_model, loss_of
+from runtime.process_groups import init_process_group_from_env
+from runtime.program import Program, StepOutput, compile
+from runtime.recorder import Recorder
+from runtime.summary import StaticComparison, Summary, print_summary
+from strategies.select import plan_step
+
+__all__ = ["train"]
+
+_COMPARED_BATCHES = 3
+_MIB = 2**20
+
+
+def train(config: RunConfig) -> None:
+    """Trains as `config` says, on this rank of the job that torchrun started (or alone, on simulated ranks)."""
+    torch.set_num_threads(1)
+    if config.num_processes == 1:
+        _train(config, 0, None)
+        return
+    rank, _ = init_process_group_from_env("gloo", config.timeout_s)
+    channel = FailureChannel.on_default_store()
+    with rank_guard(channel):
+        _train(config, rank, channel)
+        dist.destroy_process_group()
+
+
+def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None:
+    with Recorder(config, is_writer=rank == 0) as recorder:
+        say = recorder.say
+        dataset, _, report = build_dataset(config.data, progress=rank == 0 and sys.stderr.isatty())
+        say(str(report))
+        torch.manual_seed(config.seed)
+        model = build_model(config.model).to(getattr(torch, config.dtype))
+        say(f"model: {sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+        batches = global_batches(
+            dataset, tokens_per_step=config.tokens_per_step, seed=config.seed, max_steps=config.steps
+        )
+        with _compiled(config, model, loss_of(model), channel, say) as program:
+            recorder.start(program)
+            steps = [recorder.step(program.step(batch)) for batch in program.ahead(batches)]
+            recorder.stop()
+            comparison = _compare(program, list(itertools.islice(batches, len(steps))), steps, say)
+            peaks_mib = program.cluster.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB)
+        if rank == 0:
+            print_summary(Summary(tuple(steps), unigram_entropy(dataset), max(peaks_mib), comparison, config.folder))
+
+
+def _compiled(
+    config: RunConfig, model: nn.Module, loss: LossFunction, channel: FailureChannel | None, say: Callable[[str], None]
+) -> Program:
+    start_s = time.perf_counter()
+    limits = MemoryLimits(config.memory.budget_mib, config.memory.max_tokens)
+    settings = config.calibration
+
+    def profile(program: Program) -> Profile:
+        say(f"compiled {program.compiled_graphs} graphs in {time.perf_counter() - start_s:.1f} s; calibrating")
+        return calibrate(
+            program, limits, lengths=settings.lengths, repeats=settings.repeats, cache=settings.cache, progress=say
+        )
+
+    program = compile(
+        model,
+        loss,
+        config.pool,
+        optimizer=config.optimizer.adamw(config.steps),
+        seed=config.seed,
+        profile=profile,
+        planner=config.planner.options(),
+        depth=config.planner.depth,
+        timeout_s=config.timeout_s,
+        channel=channel,
+    )
+    say(f"ready after {time.perf_counter() - start_s:.1f} s")
+    return program
+
+
+def _compare(
+    program: Program, batches: list[GlobalBatch], steps: list[StepOutput], say: Callable[[str], None]
+) -> StaticComparison | None:
+    """Times a few batches again, under their own plan and under every strategy that can run all batches."""
+    chosen = [index for index in _spread(len(batches), _COMPARED_BATCHES) if batches[index].num_targets]
+    longest = max(max(batch.lengths) for batch in batches)
+    static = program.strategies_for(longest)
+    if not static or not chosen:
+        return None
+    say(f"timing {len(chosen)} batches again under their own plans and under {', '.join(static)}")
+    own: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in static}
+    for index in chosen:
+        batch = batches[index]
+        own.append(program.measure(batch, steps[index].plan))
+        for name in static:
+            times[name].append(program.measure(batch, _plan_under(program, name, batch)))
+    best = min(static, key=lambda name: statistics.fmean(times[name]))
+    return StaticComparison(tuple(chosen), tuple(own), best, tuple(times[best]))
+
+
+def _plan_under(program: Program, name: str, batch: GlobalBatch) -> StepPlan:
+    options = replace(program.planning.options, only=name)
+    plan = plan_step(program.pool, program.profile, batch.lengths, options=options)
+    return program.cluster.broadcast(plan)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """`wanted` indices spread evenly over `count`."""
+    wanted = min(wanted, count)
+    return sorted({(2 * number + 1) * count // (2 * wanted) for number in range(wanted)})
