@@ -9,6 +9,7 @@ from importlib import import_module
 _MODULE_OF = {
     "AdamW": "runtime.optimizer",
     "Annotation": "hgraph.annotation",
+    "MemoryLimits": "runtime.calibrate",
     "ModelFacts": "hgraph.model_facts",
     "Partial": "hgraph.placements",
     "Pool": "hgraph.strategy",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hgraph.errors import CaptureError
 from hgraph.packed_attention import packed_attention
+from hgraph.user_code import user_frame
 
 __all__ = ["attention_as_packed"]
 
@@ -88,9 +88,8 @@ def _drop_leading(tensor: Tensor, count: int) -> Tensor:
 
 
 def _refuse(what: str, remedy: str) -> None:
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-    callers = [frame for frame in frames if frame.filename != __file__]
-    place = f"{callers[-1].filename}:{callers[-1].lineno}" if callers else "unknown place"
+    frame = user_frame()
+    place = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown place"
     raise CaptureError(f"scaled_dot_product_attention at {place}: {what} is not supported; {remedy}")
 
 

@@ -10,9 +10,10 @@ the only one that calls it.
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -22,11 +23,13 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
 
 from hgraph.attention_capture import attention_as_packed
 from hgraph.data.packed import Packed
 from hgraph.errors import CaptureError, HydraulisError
 from hgraph.graph import BOUNDARIES, TOKENS, Shape, info
+from hgraph.user_code import is_users, user_frame
 
 __all__ = ["Captured", "LossFunction", "ParameterFacts", "capture"]
 
@@ -77,7 +80,7 @@ def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor
     batches only.
     """
     parameters, buffers = _distinct_parameters(model), dict(model.named_buffers(remove_duplicate=False))
-    env = ShapeEnv()
+    env = _Conditions()
     fake_mode = FakeTensorMode(shape_env=env)
     example = _example(dict(fields or {}))
     inputs = [_fake(fake_mode, tensor, dynamic=True) for tensor in example.values()]
@@ -89,7 +92,7 @@ def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor
         stack.enter_context(_module_names(model))
         stack.enter_context(nn.utils.stateless._reparametrize_module(model, swapped, tie_weights=False))
         joint = _trace(stack, wrapper, inputs, loss)
-        _refuse_guards(env)
+        _refuse_guards(env, inputs)
         graph = _describe(joint.graph_module.graph, tuple(example), inputs)
     return _captured(graph, model, parameters, buffers, tuple(fields or ()))
 
@@ -107,12 +110,29 @@ class _Loss(nn.Module):
         named = dict(zip(self.fields, values, strict=True))
         standard = {name: named.pop(name) for name in _STANDARD_FIELDS}
         packed = Packed(**standard, fields=named)
-        with attention_as_packed(self.model, packed.cu_seqlens):
+        with _SourceLines(), attention_as_packed(self.model, packed.cu_seqlens):
             result = self.loss(self.model, packed)
         if not isinstance(result, Tensor) or result.numel() != 1:
-            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise CaptureError(f"loss(model, packed): expected a scalar tensor, the sum over labelled tokens; got {got}")
+            got = f"a tensor of {result.ndim} dim(s)" if isinstance(result, Tensor) else type(result).__name__
+            raise CaptureError(f"loss(model, packed): expected a scalar, the sum over labelled tokens; got {got}")
         return result.reshape(())
+
+
+class _Conditions(ShapeEnv):
+    """Remembers the user's line of every condition on a size (torch knows lines of its own)."""
+
+    def _get_sloc(self, *args: Any, **kwargs: Any) -> Any:
+        place, frame = super()._get_sloc(*args, **kwargs), user_frame()
+        return place if frame is None else replace(place, maybe_user_loc=f"{frame.filename}:{frame.lineno}")
+
+
+class _SourceLines(TorchFunctionMode):
+    """Records the user's line on every traced node (a plain trace has none)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (frame := user_frame()) is not None:
+            fx_traceback.current_meta["stack_trace"] = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+        return func(*args, **(kwargs or {}))
 
 
 def _trace(stack: contextlib.ExitStack, wrapper: nn.Module, inputs: list[Tensor], loss: LossFunction) -> Any:
@@ -121,7 +141,7 @@ def _trace(stack: contextlib.ExitStack, wrapper: nn.Module, inputs: list[Tensor]
     except HydraulisError:
         raise
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
         place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown"
         module = _current_module()
         raise CaptureError(
@@ -132,20 +152,17 @@ def _trace(stack: contextlib.ExitStack, wrapper: nn.Module, inputs: list[Tensor]
         ) from error
 
 
-def _refuse_guards(env: ShapeEnv) -> None:
+def _refuse_guards(env: ShapeEnv, inputs: list[Tensor]) -> None:
     kept = [guard for guard in env.guards if not _is_equality_of_counts(guard.expr)]
     if not kept:
         return
-    lines = [f"  {guard.expr} at {_place_of_guard(guard)}" for guard in kept]
+    counts = {inputs[0].shape[0].node.expr: TOKENS, inputs[3].shape[0].node.expr: BOUNDARIES}
+    lines = [f"  {guard.expr.subs(counts)} at {guard.sloc.maybe_user_loc or guard.sloc}" for guard in kept]
     raise CaptureError(
         f"the traced graph would hold for some batches only: {len(kept)} condition(s) on the number of tokens or "
-        "sequences were met while tracing:\n" + "\n".join(lines) + "\nRemove the branch, or make it independent of sizes"
+        "sequences were met while tracing (T tokens, S1 - 1 sequences):\n" + "\n".join(lines) + "\nRemove the branch "
+        "or the cut, or make it independent of sizes; labels are already shifted in packed.labels"
     )
-
-
-def _place_of_guard(guard: Any) -> str:
-    frames = [line.strip() for line in str(guard.sloc).splitlines() if line.strip()]
-    return frames[0] if frames else "an unknown place"
 
 
 def _is_equality_of_counts(expression: Any) -> bool:
@@ -270,15 +287,10 @@ def _shape(value: Any, symbols: Mapping[Any, sympy.Symbol]) -> Shape | None:
 
 
 def _source(stack_trace: str | None) -> str:
-    """The innermost line of the trace that is the user's own."""
-    if not stack_trace:
-        return ""
-    lines = [line.strip() for line in stack_trace.splitlines()]
-    places = [line for line in lines if line.startswith("File ") and "/torch/" not in line]
-    if not places:
-        return ""
-    file, _, rest = places[-1].removeprefix('File "').partition('", line ')
-    return f"{file}:{rest.partition(',')[0]}"
+    """The innermost line of the trace that is the user's own, as file:line."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
+    own = [f"{file}:{line}" for file, line in places if is_users(file)]
+    return own[-1] if own else ""
 
 
 def _distinct_parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
@@ -308,6 +320,8 @@ def _captured(
     for node, descriptor in zip(output.args[0][1:], output.meta["desc"][1:], strict=True):
         target = getattr(getattr(descriptor, "grad_of", None), "target", None)
         names.append(None if node is None or target is None else target.removeprefix("model."))
+    if not any(names[1:]):
+        raise CaptureError(f"the loss depends on no trained parameter of {type(model).__name__}; nothing would be learnt")
     layers = _layer_list(model)
     return Captured(
         graph=graph,

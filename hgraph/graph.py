@@ -26,6 +26,7 @@ __all__ = [
     "annotated_text",
     "evaluate_shape",
     "info",
+    "int_argument",
     "neighbourhood",
     "reshard",
     "set_info",
@@ -96,6 +97,13 @@ def set_info(node: fx.Node, value: NodeInfo) -> fx.Node:
     """Sets the facts of a node and returns the node."""
     node.meta[_KEY] = value
     return node
+
+
+def int_argument(node: fx.Node, position: int, default: int | None = None) -> int:
+    """Returns an argument of a node that is a plain integer."""
+    value = node.args[position] if len(node.args) > position else default
+    assert isinstance(value, int), f"{node}: argument {position} is {value!r}"
+    return value
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -39,6 +39,7 @@ def insert_comm(graph: fx.Graph, scheme: Scheme, leaves: Leaves) -> None:
         if node.op != "call_function" or facts.stage is None or is_reshard(node) or not facts.required:
             continue
         for value, required in zip(tensor_inputs(node), facts.required, strict=True):
+            assert required is not None
             _before_consumer(node, value, required, scheme, leaves, made)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from hgraph.errors import CaptureError
-from hgraph.graph import TOKENS, info, where
+from hgraph.graph import TOKENS, info, int_argument, where
 from passes.rewriting import eliminate_dead_code, insert, replace_uses
 
 __all__ = ["normalize"]
@@ -70,8 +70,7 @@ def _slice(node: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     if info(source).shape == info(node).shape:
         return _fold(node)
-    dim = node.args[1] if len(node.args) > 1 else 0
-    size = info(source).shape[int(dim)]  # type: ignore[call-overload]
+    size = info(source).shape[int_argument(node, 1, 0)]
     if not isinstance(size, int):
         raise CaptureError(
             f"{where(node)} cuts the token dim, so that the graph would mix documents or drop tokens. Labels are already "
@@ -88,16 +87,17 @@ def _slice_backward(node: fx.Node) -> None:
 def _split(node: fx.Node) -> None:
     source, size = node.args[0], node.args[1]
     assert isinstance(source, fx.Node)
-    dim = node.args[2] if len(node.args) > 2 else 0
-    length = info(source).shape[dim]  # type: ignore[index]
+    dim = int_argument(node, 2, 0)
+    length = info(source).shape[dim]
     if not isinstance(length, int):
         raise CaptureError(f"{where(node)} splits the token dim; keep tokens in one piece")
-    pieces = size if isinstance(size, list | tuple) else [size] * -(-length // int(size))  # type: ignore[call-overload]
+    pieces = list(size) if isinstance(size, list | tuple) else [size] * -(-length // int_argument(node, 1))
     starts = [0]
     for piece in pieces:
-        starts.append(min(length, starts[-1] + int(piece)))
+        assert isinstance(piece, int)
+        starts.append(min(length, starts[-1] + piece))
     for user in list(node.users):
-        index = int(user.args[1])  # type: ignore[call-overload]
+        index = int_argument(user, 1)
         args = (source, dim, starts[index], starts[index + 1])
         replace_uses(user, insert(user, aten.slice.Tensor, args, like=user))
     node.graph.erase_node(node)
@@ -154,6 +154,13 @@ def _nll(node: fx.Node) -> None:
         )
 
 
+def _dropout(node: fx.Node) -> None:
+    raise CaptureError(
+        f"{where(node)} drops at random; masks that do not change with the layout are not there yet. Set dropout to 0 in "
+        "the configuration, or call model.eval() before compiling"
+    )
+
+
 def _arange(node: fx.Node) -> None:
     if any(not isinstance(size, int) for size in info(node).shape):
         raise CaptureError(
@@ -180,6 +187,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.select.int: _select,
     aten.select_backward.default: _select_backward,
     aten.mean.dim: _mean,
+    aten.native_dropout.default: _dropout,
     aten.addmm.default: _addmm,
     aten.nll_loss_forward.default: _nll,
     aten.nll_loss_backward.default: _nll,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hgraph.graph import Shape, info
+from hgraph.graph import Shape, info, int_argument
 from passes.rewriting import insert, replace_uses
 
 __all__ = ["split_vocabulary"]
@@ -28,7 +28,7 @@ def split_vocabulary(graph: fx.Graph) -> fx.Graph:
 
 
 def _forward(node: fx.Node) -> None:
-    logits, dim = node.args[0], int(node.args[1])  # type: ignore[call-overload]
+    logits, dim = node.args[0], int_argument(node, 1)
     assert isinstance(logits, fx.Node)
     one = _reduced(info(node).shape, dim)
     greatest = insert(node, aten.amax.default, (logits, [dim], True), like=node, shape=one)
@@ -40,7 +40,7 @@ def _forward(node: fx.Node) -> None:
 
 
 def _backward(node: fx.Node) -> None:
-    grad, output, dim = node.args[0], node.args[1], int(node.args[2])  # type: ignore[call-overload]
+    grad, output, dim = node.args[0], node.args[1], int_argument(node, 2)
     one = _reduced(info(node).shape, dim)
     probability = insert(node, aten.exp.default, (output,), like=node)
     total = insert(node, aten.sum.dim_IntList, (grad, [dim], True), like=node, shape=one)

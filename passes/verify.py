@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+import torch
 from torch import fx
 
 from hgraph.annotation import replicated
 from hgraph.errors import CaptureError, VerificationError
-from hgraph.graph import TOKENS, evaluate_shape, info, neighbourhood, tensor_inputs, where
+from hgraph.graph import evaluate_shape, info, neighbourhood, tensor_inputs, where
 from hgraph.shard_map import same_map
 from hgraph.strategy import Scheme
 from passes.annotate import Leaves
@@ -21,40 +22,85 @@ from passes.split_stages import StageGraphs, Transfer
 
 __all__ = ["check_isolation", "verify_deduced", "verify_inserted", "verify_normalized", "verify_split"]
 
-_MAY_MIX = ("hydraulis.packed_attention.default",)
-_MAY_SUM = ("aten.sum.dim_IntList", "aten.sum.default", "aten.nll_loss_forward.default")
+aten = torch.ops.aten
+_MAY_MIX = (torch.ops.hydraulis.packed_attention.default,)
+_MAY_SUM = (aten.sum.dim_IntList, aten.sum.default, aten.nll_loss_forward.default)
+_SUMS_OF_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
+_LINEAR = (
+    *_MAY_SUM,
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten._to_copy.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    operator.getitem,
+)
 
 
 def verify_normalized(graph: fx.Graph) -> None:
-    """Every operator has a rule, and no forward operator but packed attention mixes tokens."""
+    """No forward operator but packed attention mixes tokens, and every operator has a rule."""
     graph.lint()
+    check_isolation(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             rule_of(node)
-    check_isolation(graph)
 
 
 def check_isolation(graph: fx.Graph) -> None:
     """Raises `CaptureError` where one token's value could depend on a token of another document.
 
-    Only packed attention may look along the token dim, and only sums at the end of the loss may contract it.
+    Only packed attention may look along the token dim, and only sums at the end of the loss may contract it; from
+    there on the loss must stay a sum over tokens, so that those of micro-batches add up.
     """
+    summed: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or info(node).phase != "forward" or node.target not in RULES:
-            continue
-        if str(node.target) in _MAY_MIX:
+        if node.op != "call_function" or info(node).phase != "forward":
             continue
         for shape in info(node).shapes:
             if shape is not None and sum(1 for size in shape if not isinstance(size, int)) > 1:
                 _leak(node, "relates every token to every other")
-        rule = rule_of(node)[0]
-        tokens = {letter for letter, size in rule.sizes.items() if not isinstance(size, int) and size.has(TOKENS)}
-        if tokens & rule.fixed:
-            _leak(node, "reads along the token dim")
-        kept = {letter for dims in rule.outputs if dims is not None for letter in letters_of(dims)}
-        used = {letter for dims in rule.inputs for letter in letters_of(dims)}
-        if tokens & used - kept and str(node.target) not in _MAY_SUM:
-            _leak(node, "contracts the token dim")
+        if any(value in summed for value in node.all_input_nodes):
+            _check_sum(node, summed)
+            summed.add(node)
+        elif node.target in RULES and node.target not in _MAY_MIX and _contracts_tokens(node):
+            summed.add(node)
+
+
+def _contracts_tokens(node: fx.Node) -> bool:
+    """Whether a node sums over tokens; an error where it looks along them in another way."""
+    rule = rule_of(node)[0]
+    tokens = {letter for letter, size in rule.sizes.items() if not isinstance(size, int)}
+    if tokens & rule.fixed:
+        _leak(node, "reads along the token dim")
+    kept = {letter for dims in rule.outputs if dims is not None for letter in letters_of(dims)}
+    used = {letter for dims in rule.inputs for letter in letters_of(dims)}
+    contracts = bool(tokens & used - kept)
+    if contracts and node.target not in _MAY_SUM:
+        _leak(node, "contracts the token dim")
+    return contracts
+
+
+def _check_sum(node: fx.Node, summed: Set[fx.Node]) -> None:
+    """Raises where what follows a sum over tokens is no sum over tokens."""
+    if any(not isinstance(size, int) for shape in info(node).shapes if shape is not None for size in shape):
+        _leak(node, "gives every token a sum over all tokens")
+    values = [argument for argument in node.args[:2] if isinstance(argument, fx.Node | int | float)]
+    of_tokens = [value in summed for value in values]
+    if node.target in _LINEAR or (node.target in _SUMS_OF_SUMS and all(of_tokens)):
+        return
+    scaled = [[True, False]] if node.target == aten.div.Tensor else [[True, False], [False, True]]
+    if node.target in _SCALINGS and of_tokens in scaled:
+        return
+    raise CaptureError(
+        f"the loss is not a sum over tokens: {where(node)} follows a sum over the tokens of a micro-batch, so that losses of "
+        "micro-batches would not add up. Return a plain sum over labelled tokens; the division by their number in the whole "
+        f"step is done for you. Around it:\n{neighbourhood(node)}"
+    )
 
 
 def _leak(node: fx.Node, what: str) -> None:
@@ -91,6 +137,7 @@ def verify_inserted(graph: fx.Graph, scheme: Scheme, leaves: Leaves) -> None:
         if node.op != "call_function" or facts.stage is None or is_reshard(node) or not facts.required:
             continue
         for value, required in zip(tensor_inputs(node), facts.required, strict=True):
+            assert required is not None
             seen = value_at(value, facts.stage, scheme, leaves) or replicated(scheme.stage_ranks(facts.stage))
             own = info(value)
             if own.role == "operator" and own.stage not in (None, facts.stage):

@@ -28,7 +28,7 @@ from hgraph.profile import Profile, SchemeCost
 from hgraph.strategy import Scheme, Strategy
 from hgraph.strategy_file import write_pool
 from runtime.memory import MIB, scheme_memory, token_limit
-from runtime.rank_step import RankState, exchange_parameters, run_micro_batches
+from runtime.rank_step import RankState, collect_gradients, exchange_parameters, run_micro_batches
 from runtime.requests import AllReduce, RankGenerator
 
 if TYPE_CHECKING:
@@ -118,15 +118,24 @@ def _measure(
     if not fresh:
         return {}
     samples: dict[str, list[_Sample]] = {str(scheme): [] for scheme in fresh}
-    for shape in _shapes(lengths, max(tokens[str(scheme)] for scheme in fresh)):
+    shapes = _shapes(lengths, max(tokens[str(scheme)] for scheme in fresh))
+    counts = [_micro_batches(replica.scheme.pp) for replica in strategy.replicas]
+    _run_once(program, strategy, [_fitting(shapes[0], tokens[str(r.scheme)]) for r in strategy.replicas], counts)
+    for shape in shapes:
         loads = [_fitting(shape, tokens[str(replica.scheme)]) for replica in strategy.replicas]
-        times = [_run_once(program, strategy, loads) for _ in range(repeats + 1)][1:]
+        times = [_run_once(program, strategy, loads, counts) for _ in range(repeats)]
         for index, replica in enumerate(strategy.replicas):
             name = str(replica.scheme)
             if name in samples and loads[index] == shape:
-                slot = statistics.median(run[index] for run in times) / replica.scheme.pp
+                slots = counts[index] + replica.scheme.pp - 1
+                slot = statistics.median(run[index] for run in times) / slots
                 samples[name].append(_Sample(loads[index], slot))
     return {name: _fit(name, own, tokens[name]) for name, own in samples.items()}
+
+
+def _micro_batches(pp: int) -> int:
+    """Enough equal micro-batches that every stage is at work at once, as in training; they fill v + pp - 1 slots."""
+    return 2 * pp - 1
 
 
 def _shapes(lengths: Sequence[int], limit: int) -> list[tuple[int, ...]]:
@@ -134,7 +143,7 @@ def _shapes(lengths: Sequence[int], limit: int) -> list[tuple[int, ...]]:
     single = sorted({min(length, limit) for length in lengths})
     room = min(limit, max(lengths))
     packs = [(length,) * (room // length) for length in single if room // length > 1]
-    return [(length,) for length in single] + packs[:2]
+    return [(length,) for length in single] + packs[:1]
 
 
 def _fitting(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
@@ -147,9 +156,11 @@ def _fitting(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
     return tuple(kept) or (limit,)
 
 
-def _run_once(program: Program, strategy: Strategy, loads: Sequence[tuple[int, ...]]) -> list[float]:
-    """Milliseconds of each replica for one micro-batch each."""
-    batches = [[_random_batch(program, load)] for load in loads]
+def _run_once(
+    program: Program, strategy: Strategy, loads: Sequence[tuple[int, ...]], counts: Sequence[int]
+) -> list[float]:
+    """Milliseconds of each replica for a number of equal micro-batches."""
+    batches = [[_random_batch(program, load)] * count for load, count in zip(loads, counts, strict=True)]
     generators = {rank: _timed(state, strategy, batches) for rank, state in program.ranks.items()}
     with torch.no_grad():
         times = next(iter(program.cluster.run(generators).values()))
@@ -177,21 +188,24 @@ def _timed(state: RankState, strategy: Strategy, batches: Sequence[list[Packed]]
 
 
 def _measure_bridges(program: Program, strategy: Strategy, repeats: int) -> float:
-    """Milliseconds of parameters in; gradients out move as much."""
+    """Milliseconds of what a step does around its micro-batches: parameters in, gradients out."""
     runs = []
     for _ in range(repeats + 1):
         generators = {rank: _timed_bridge(state, strategy) for rank, state in program.ranks.items()}
         with torch.no_grad():
             runs.append(next(iter(program.cluster.run(generators).values())))
     serial = 1.0 if len(program.cluster.local_ranks) == 1 else float(program.pool.num_ranks)
-    return 2.0 * statistics.median(runs[1:]) / serial
+    return statistics.median(runs[1:]) / serial
 
 
 def _timed_bridge(state: RankState, strategy: Strategy) -> RankGenerator[float]:
     world = tuple(range(state.num_ranks))
     yield AllReduce(world, torch.zeros(1), "sum", "calibration: start")
     start_s = time.perf_counter()
-    yield from exchange_parameters(state, state.executables[strategy.name])
+    executable = state.executables[strategy.name]
+    parameters = yield from exchange_parameters(state, executable)
+    result = yield from run_micro_batches(state, executable, parameters, [], 1.0)
+    yield from collect_gradients(state, executable, result)
     elapsed = torch.tensor([1e3 * (time.perf_counter() - start_s)], dtype=torch.float64)
     elapsed = yield AllReduce(world, elapsed, "max", "calibration: times")
     return elapsed.item()
@@ -218,7 +232,8 @@ def _fit(name: str, samples: Sequence[_Sample], max_tokens: int) -> SchemeCost:
             if np.all(solution >= 0) and error < best_error - 1e-12:
                 best, best_error = np.zeros(3), error
                 best[list(columns)] = solution
-    return SchemeCost(*(float(value) for value in best), max_tokens)
+    a, b, c = (float(value) for value in best)
+    return SchemeCost(a, b, c, max_tokens)
 
 
 def _key(program: Program, tokens: Mapping[str, int], lengths: Sequence[int], repeats: int) -> str:

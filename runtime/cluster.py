@@ -78,7 +78,7 @@ class ProcessCluster:
     def __init__(self, timeout_s: float, channel: FailureChannel | None = None) -> None:
         self.num_ranks = dist.get_world_size()
         self.rank = dist.get_rank()
-        self.local_ranks = (self.rank,)
+        self.local_ranks: tuple[int, ...] = (self.rank,)
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.timeout_s, self.channel = timeout_s, channel

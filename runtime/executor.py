@@ -47,7 +47,9 @@ class _Route:
     prepared: PreparedReshard | None = None
     by_shape: dict[tuple[int, ...], PreparedReshard] = field(default_factory=dict)
 
-    def run(self, value: Tensor | None, sizes: tuple[int, int], may_overwrite: bool = False) -> RankGenerator[Tensor]:
+    def run(
+        self, value: Tensor | None, sizes: tuple[int, int], may_overwrite: bool = False
+    ) -> RankGenerator[Tensor | None]:
         shape = evaluate_shape(self.shape, *sizes)
         prepared = self.prepared if self.prepared is not None else self._at(shape)
         return run_reshard(
@@ -218,10 +220,10 @@ class _Step:
         else:
             total.add_(value)
 
-    def _communicate(self, routes: list[_Route], number: int) -> Callable[..., RankGenerator[Tensor]]:
+    def _communicate(self, routes: list[_Route], number: int) -> Callable[..., RankGenerator[Tensor | None]]:
         sizes = self.sizes[number]
 
-        def communicate(index: int, value: Tensor | None, may_overwrite: bool) -> RankGenerator[Tensor]:
+        def communicate(index: int, value: Tensor | None, may_overwrite: bool) -> RankGenerator[Tensor | None]:
             return routes[index].run(value, sizes, may_overwrite)
 
         return communicate
@@ -253,12 +255,14 @@ class _Step:
 
 
 def _counts(annotation: Annotation | None, rank: int) -> bool:
-    """Whether this rank's loss value counts: the first holder of each term."""
+    """Whether this rank's loss value counts: the first holder of each term of one family (others hold it all again)."""
     if annotation is None or rank not in annotation.ranks:
         return False
-    pieces = shard_map(annotation, ()).pieces
-    own = next(piece for piece in pieces if piece.rank == rank)
-    return rank == min(piece.rank for piece in pieces if (piece.family, piece.term) == (own.family, own.term))
+    shares = shard_map(annotation, ()).pieces
+    family = min(piece.family for piece in shares)
+    pieces = [piece for piece in shares if piece.family == family]
+    own = next((piece for piece in pieces if piece.rank == rank), None)
+    return own is not None and rank == min(piece.rank for piece in pieces if piece.term == own.term)
 
 
 def _forward_edge(transfer: Transfer) -> tuple[int, int]:

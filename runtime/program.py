@@ -170,6 +170,11 @@ class Program:
         """Number of programs compiled so far."""
         return sum(scheme.num_programs for scheme in self.compiled.values())
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this process holds rank 0: the one that should print."""
+        return 0 in self.cluster.local_ranks
+
     def step(self, batch: GlobalBatch | Sequence[Sequence[int] | Tensor]) -> StepOutput:
         """Trains on one global batch and returns what happened. The same batch on every rank. Collective.
 
@@ -270,7 +275,8 @@ class Program:
         return sorted(groups)
 
     def _rank_state(self, rank: int) -> RankState:
-        owned, frozen = {}, {}
+        owned: dict[str, Tensor] = {}
+        frozen: dict[str, Tensor] = {}
         named = dict(self.model.named_parameters())
         for facts in self.captured.parameters:
             box = owned_box(facts.shape, self.pool.num_ranks, rank)

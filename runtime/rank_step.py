@@ -23,7 +23,7 @@ from runtime.layouts import StrategyBridges
 from runtime.optimizer import ShardedAdamW
 from runtime.requests import AllGather, AllReduce, RankGenerator
 
-__all__ = ["Executable", "RankOutcome", "RankState", "StepFacts", "exchange_parameters", "rank_step", "run_micro_batches"]
+__all__ = ["Executable", "RankOutcome", "RankState", "StepFacts", "collect_gradients", "exchange_parameters", "rank_step", "run_micro_batches"]
 
 _MESSAGE_BYTES = 2048
 
@@ -100,7 +100,7 @@ def rank_step(
     result = yield from run_micro_batches(state, executable, parameters, micro_batches, 1.0 / facts.batch.num_targets)
     del parameters
     run_ms = 1e3 * (time.perf_counter() - run_start_s)
-    gradients = yield from _gradients_out(state, executable, result)
+    gradients = yield from collect_gradients(state, executable, result)
     losses, grad_norm = yield from _totals(state, executable, result, gradients, facts)
     _check_finite(losses, grad_norm, facts)
     kept = {name: gradient.clone() for name, gradient in gradients.items()} if keep_gradients else {}
@@ -180,7 +180,7 @@ def run_micro_batches(
     return (yield from executable.executor.run(parameters, micro_batches, torch.tensor(scale, dtype=state.dtype)))
 
 
-def _gradients_out(
+def collect_gradients(
     state: RankState, executable: Executable, result: MicroBatchResult | None
 ) -> RankGenerator[dict[str, Tensor]]:
     """Every replica's gradients -> their owners, summed there; by the parameters' first names."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import IO
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -17,7 +17,7 @@ from runtime.program import Program, StepOutput
 __all__ = ["Recorder", "metrics_of"]
 
 
-def metrics_of(output: StepOutput) -> dict[str, object]:
+def metrics_of(output: StepOutput) -> dict[str, Any]:
     """Returns the fields of one line of `metrics.jsonl`."""
     return {
         "step": output.step + 1,
@@ -97,9 +97,9 @@ class Recorder:
         self._files[name].flush()
 
 
-def _line(fields: dict[str, object], num_replicas: int) -> str:
+def _line(fields: dict[str, Any], num_replicas: int) -> str:
     return (
         "step {step:>4}  {strategy:<11} replicas {replicas}/{num_replicas}  loss {loss:.4f}  norm {grad_norm:.3f}  "
         "{tokens:>6} tokens  {tokens_per_s:>6.0f} tokens/s  predicted {predicted_ms:>5.0f} ms  measured "
         "{measured_ms:>5.0f} ms  plan {plan_ms:>4.0f} ms, waited {plan_wait_ms:>3.0f}  bridge {mib:.1f} MiB"
-    ).format(**fields, num_replicas=num_replicas, mib=float(fields["bridge_bytes"]) / 2**20)  # type: ignore[arg-type]
+    ).format(**fields, num_replicas=num_replicas, mib=fields["bridge_bytes"] / 2**20)

@@ -31,11 +31,13 @@ class StaticComparison:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the tables show. `unigram_entropy` in nats per token; `peak_memory_mib` of the largest process."""
+    """What the tables show. `unigram_entropy` in nats per token; memory of the largest process, at its peak and
+    before the model was built (Python, torch, data)."""
 
     steps: tuple[StepOutput, ...]
     unigram_entropy: float
     peak_memory_mib: float
+    base_memory_mib: float
     comparison: StaticComparison | None
     folder: Path
 
@@ -83,7 +85,10 @@ def _figures(summary: Summary) -> Table:
         ("plans improved by the integer program", f"{programs} of {len(steps)}"),
         ("gap to the bound, median", f"{statistics.median(s.plan.gap for s in steps):.1%}"),
         ("graphs compiled, before the first step / after", f"{steps[0].compiled_graphs} / {_later(steps)}"),
-        ("peak memory of a process", f"{summary.peak_memory_mib:.0f} MiB"),
+        (
+            "peak memory of a process",
+            f"{summary.peak_memory_mib:.0f} MiB, {summary.base_memory_mib:.0f} of it before the model was built",
+        ),
     ]
     if summary.comparison is not None:
         rows += _comparison(summary.comparison)

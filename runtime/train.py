@@ -31,7 +31,7 @@ from strategies.select import plan_step
 
 __all__ = ["train"]
 
-_COMPARED_BATCHES = 3
+_COMPARED_BATCHES = 6
 _MIB = 2**20
 
 
@@ -53,6 +53,7 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None
         say = recorder.say
         dataset, _, report = build_dataset(config.data, progress=rank == 0 and sys.stderr.isatty())
         say(str(report))
+        base_mib = _peak_mib()
         torch.manual_seed(config.seed)
         model = build_model(config.model).to(getattr(torch, config.dtype))
         say(f"model: {sum(parameter.numel() for parameter in model.parameters()):,} parameters")
@@ -64,9 +65,15 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None
             steps = [recorder.step(program.step(batch)) for batch in program.ahead(batches)]
             recorder.stop()
             comparison = _compare(program, list(itertools.islice(batches, len(steps))), steps, say)
-            peaks_mib = program.cluster.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB)
+            peak_mib, base_mib = max(program.cluster.gather((_peak_mib(), base_mib)))
         if rank == 0:
-            print_summary(Summary(tuple(steps), unigram_entropy(dataset), max(peaks_mib), comparison, config.folder))
+            entropy = unigram_entropy(dataset)
+            print_summary(Summary(tuple(steps), entropy, peak_mib, base_mib, comparison, config.folder))
+
+
+def _peak_mib() -> float:
+    """Greatest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB
 
 
 def _compiled(

@@ -194,7 +194,10 @@ def serve(handle: int) -> None:
             answer = error
         except Exception as error:
             answer = PlanError(f"planning step {step} failed: {type(error).__name__}: {error}")
-        connection.send((step, answer))
+        try:
+            connection.send((step, answer))
+        except OSError:  # the other end has closed: nobody waits for the answer
+            return
 
 
 def _read_requests(connection: Connection, requests: SimpleQueue[tuple[int, tuple[int, ...]]]) -> None:

@@ -34,7 +34,8 @@ def packed_attention(node: fx.Node) -> list[OpSharding]:
 
 def packed_attention_backward(node: fx.Node) -> list[OpSharding]:
     """grad, q, k, v, output, log-sum-exp, cu_seqlens -> gradients of q, k, v."""
-    out, lse = _grouped("e"), (("t",), ("k", "g"))
+    out: Dims = _grouped("e")
+    lse: Dims = (("t",), ("k", "g"))
     whole = OpSharding(
         (out, _grouped("d"), _key("k", "d"), _key("k", "e"), out, lse, (("s",),)),
         (_grouped("d"), _key("k", "d"), _key("k", "e")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from hgraph.graph import Shape, Size, info, tensor_inputs
+from hgraph.graph import Shape, Size, info, int_argument, tensor_inputs
 from passes.rules.sharding import Dims, OpSharding
 
 __all__ = [
@@ -55,7 +55,7 @@ def log_softmax(node: fx.Node) -> list[OpSharding]:
     """The class dim must be whole; a split vocabulary is decomposed first (`passes/split_vocabulary.py`)."""
     shape = info(node).shape
     position = 1 if "backward" not in str(node.target) else 2
-    dim = int(node.args[position]) % len(shape)  # type: ignore[call-overload]
+    dim = int_argument(node, position) % len(shape)
     sizes: dict[str, Size] = {f"d{index}": size for index, size in enumerate(shape)}
     dims = tuple((f"d{index}",) if size != 1 else () for index, size in enumerate(shape))
     count = len(tensor_inputs(node))

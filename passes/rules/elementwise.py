@@ -63,7 +63,7 @@ def sequence(node: fx.Node) -> list[OpSharding]:
 
 
 def _output_dims(shape: Shape, sizes: dict[str, Size]) -> Dims:
-    dims = []
+    dims: list[tuple[str, ...]] = []
     for index, size in enumerate(shape):
         if size == 1:
             dims.append(())

@@ -81,7 +81,9 @@ def solve_axis(
     """
     if (partial := _solve_partial(rule, placements)) is not None:
         return partial
-    candidates = [_solve_letter(rule, placements, parts, sizes, None, None)]
+    replicated = _solve_letter(rule, placements, parts, sizes, None, None)
+    assert replicated is not None, "everything replicated always works"
+    candidates = [replicated]
     seen: set[tuple[str, tuple[int, ...] | None]] = set()
     for dims, placement in _sources(rule, placements, wanted):
         key = _as_letter(dims, placement, parts, sizes)
@@ -134,18 +136,18 @@ def _solve_letter(
             return None
         required.append(placement)
     outputs: list[Placement | None] = []
-    for dims in rule.outputs:
-        if dims is None:
+    for result in rule.outputs:
+        if result is None:
             outputs.append(None)
             continue
-        if letter is not None and letter not in letters_of(dims):
+        if letter is not None and letter not in letters_of(result):
             assert rule.contraction is not None, "may_shard let a letter through that cannot be contracted"
             outputs.append(Partial(rule.contraction))
             continue
-        placement = _as_placement(dims, letter, letter_sizes, parts, sizes)
-        if placement is None:
+        output = _as_placement(result, letter, letter_sizes, parts, sizes)
+        if output is None:
             return None
-        outputs.append(placement)
+        outputs.append(output)
     weights = rule.weights or (1.0,) * len(placements)
     moved = sum(
         weight * _moved(old, new) for old, new, weight in zip(placements, required, weights, strict=True)

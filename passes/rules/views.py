@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 from torch import fx
 
-from hgraph.graph import Shape, Size, info, tensor_inputs
+from hgraph.graph import Shape, Size, info, int_argument, tensor_inputs
 from passes.rules.sharding import Dims, OpSharding
 
 __all__ = ["cat", "expand", "permute", "reshape", "select", "slice_dim", "squeeze", "transpose", "unsqueeze"]
@@ -23,7 +23,7 @@ def reshape(node: fx.Node) -> list[OpSharding]:
 
 def transpose(node: fx.Node) -> list[OpSharding]:
     rank = len(info(node).shape)
-    first, second = (0, 1) if len(node.args) == 1 else (int(node.args[1]) % rank, int(node.args[2]) % rank)  # type: ignore[call-overload]
+    first, second = int_argument(node, 1, 0) % max(rank, 1), int_argument(node, 2, 1) % max(rank, 1)
     order = list(range(rank))
     if rank > 1:
         order[first], order[second] = order[second], order[first]
@@ -32,21 +32,23 @@ def transpose(node: fx.Node) -> list[OpSharding]:
 
 def permute(node: fx.Node) -> list[OpSharding]:
     rank = len(info(node).shape)
-    return [_reordered(node, [int(dim) % rank for dim in node.args[1]])]  # type: ignore[union-attr]
+    order = node.args[1]
+    assert isinstance(order, list | tuple)
+    return [_reordered(node, [dim % rank for dim in order if isinstance(dim, int)])]
 
 
 def unsqueeze(node: fx.Node) -> list[OpSharding]:
     source, sizes = _own_dims(info(tensor_inputs(node)[0]).shape)
-    dim = int(node.args[1]) % len(info(node).shape)  # type: ignore[call-overload]
+    dim = int_argument(node, 1) % len(info(node).shape)
     return [_view(source, (*source[:dim], (), *source[dim:]), sizes)]
 
 
 def squeeze(node: fx.Node) -> list[OpSharding]:
     shape = info(tensor_inputs(node)[0]).shape
     source, sizes = _own_dims(shape)
-    dims = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
-    dims = [dims] if isinstance(dims, int) else dims
-    dropped = {int(dim) % len(shape) for dim in dims if shape[int(dim) % len(shape)] == 1}  # type: ignore[union-attr]
+    given = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+    dims = list(given) if isinstance(given, list | tuple) else [given]
+    dropped = {dim % len(shape) for dim in dims if isinstance(dim, int) and shape[dim % len(shape)] == 1}
     return [_view(source, tuple(letters for dim, letters in enumerate(source) if dim not in dropped), sizes)]
 
 
@@ -67,7 +69,8 @@ def slice_dim(node: fx.Node) -> list[OpSharding]:
     dim = _dim_of(node)
     shape, source_shape = info(node).shape, info(tensor_inputs(node)[0]).shape
     sizes: dict[str, Size] = {}
-    source, target = [], []
+    source: list[tuple[str, ...]] = []
+    target: list[tuple[str, ...]] = []
     for index, (own, other) in enumerate(zip(source_shape, shape, strict=True)):
         if index == dim:
             sizes |= {"in": own, "out": other}
@@ -88,7 +91,7 @@ def select(node: fx.Node) -> list[OpSharding]:
     drops = len(shape) < len(source_shape)
     longer = source_shape if drops else shape
     position = 1 if drops else 2
-    dim = int(node.args[position]) % len(longer)  # type: ignore[call-overload]
+    dim = int_argument(node, position) % len(longer)
     dims, sizes = _own_dims(longer)
     rest = tuple(letters for index, letters in enumerate(dims) if index != dim)
     source, target = (dims, rest) if drops else (rest, dims)
@@ -98,7 +101,7 @@ def select(node: fx.Node) -> list[OpSharding]:
 def cat(node: fx.Node) -> list[OpSharding]:
     """The dim along which tensors are joined must be whole on every rank."""
     shape = info(node).shape
-    dim = int(node.args[1]) % len(shape) if len(node.args) > 1 else 0  # type: ignore[call-overload]
+    dim = int_argument(node, 1, 0) % len(shape)
     sizes: dict[str, Size] = {f"d{index}": size for index, size in enumerate(shape)}
     target = tuple((f"d{index}",) if size != 1 else () for index, size in enumerate(shape))
     inputs, fixed = [], {f"d{dim}"}
@@ -114,8 +117,7 @@ def cat(node: fx.Node) -> list[OpSharding]:
 def _dim_of(node: fx.Node) -> int:
     """The dim argument: second of slice(x, dim), third of slice_backward(x, sizes, dim)."""
     position = 2 if "backward" in str(node.target) else 1
-    dim = node.args[position] if len(node.args) > position else 0
-    return int(dim) % len(info(node).shape)  # type: ignore[call-overload]
+    return int_argument(node, position, 0) % len(info(node).shape)
 
 
 def _own_dims(shape: Shape) -> tuple[Dims, dict[str, Size]]:

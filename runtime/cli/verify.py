@@ -129,32 +129,22 @@ def report_json(report: VerifyReport) -> str:
 
 def show_report(report: VerifyReport) -> None:
     """Prints one row per strategy: how far the worst loss, gradient and weight are from the reference."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{report.num_ranks} ranks, {report.cluster}: worst difference from the untouched module"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.caption = f"relative to the greatest value of the tensor; at most {report.tolerance:.0e} is equal"
-    for name in ("strategy", "replicas"):
-        table.add_column(name)
-    for name in ("steps", "tokens", "loss", "gradient", "weight", "messages", "MiB moved"):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", pad_edge=False)
+    table.title = f"Difference from the untouched module: {report.num_ranks} ranks, {report.cluster}"
+    table.caption = f"Relative to the greatest value of the tensor; equal means at most {report.tolerance:.0e}."
+    table.add_column("strategy", no_wrap=True)
+    for name in ("steps", "tokens", "messages", "loss", "gradient", "weight"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("worst tensor", overflow="fold")
     for result in report.results:
-        errors = [f"{one.error:.1e}" for one in (result.loss, result.gradient, result.weight)]
-        moved = f"{result.message_bytes / 2**20:.1f}"
-        counts = [str(result.steps), str(result.tokens)]
+        counts = [str(count) for count in (result.steps, result.tokens, result.num_messages)]
+        errors = [f"{one.error:.0e}" for one in (result.loss, result.gradient, result.weight)]
         style = None if result.worst.error <= report.tolerance else "red"
-        table.add_row(
-            result.name,
-            result.replicas,
-            *counts,
-            *errors,
-            str(result.num_messages),
-            moved,
-            result.worst.tensor,
-            style=style,
-        )
+        table.add_row(result.name, *counts, *errors, result.worst.tensor, style=style)
     console = Console()
     console.print(table)
     if report.failure:

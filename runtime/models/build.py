@@ -43,11 +43,15 @@ def llama_loss(model: nn.Module, packed: Packed) -> Tensor:
     return F.cross_entropy(logits_TV, packed.labels, reduction="sum")
 
 
+def _own_loss(model: nn.Module, packed: Packed) -> Tensor:
+    own: Any = model
+    return own.packed_loss(packed)
+
+
 def loss_of(model: nn.Module) -> LossFunction:
     """Returns the loss that suits a model: its own `packed_loss` method, Hugging Face's call, or `Llama`'s."""
-    own = getattr(model, "packed_loss", None)
-    if own is not None:
-        return lambda module, packed: module.packed_loss(packed)
+    if callable(getattr(model, "packed_loss", None)):
+        return _own_loss
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         return causal_lm_loss()
