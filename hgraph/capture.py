@@ -83,7 +83,7 @@ def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor
     env = _Conditions()
     fake_mode = FakeTensorMode(shape_env=env)
     example = _example(dict(fields or {}))
-    inputs = [_fake(fake_mode, tensor, dynamic=True) for tensor in example.values()]
+    inputs = {name: _fake(fake_mode, tensor) for name, tensor in example.items()}
     swapped = {name: _fake_parameter(fake_mode, tensor) for name, tensor in _state(model)}
     wrapper = _Loss(model, loss, tuple(example))
     with contextlib.ExitStack() as stack:
@@ -91,9 +91,9 @@ def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor
         stack.enter_context(fake_mode)
         stack.enter_context(_module_names(model))
         stack.enter_context(nn.utils.stateless._reparametrize_module(model, swapped, tie_weights=False))
-        joint = _trace(stack, wrapper, inputs, loss)
+        joint = _trace(stack, wrapper, list(inputs.values()))
         _refuse_guards(env, inputs)
-        graph = _describe(joint.graph_module.graph, tuple(example), inputs)
+        graph = _describe(joint.graph_module.graph, inputs)
     return _captured(graph, model, parameters, buffers, tuple(fields or ()))
 
 
@@ -135,7 +135,7 @@ class _SourceLines(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _trace(stack: contextlib.ExitStack, wrapper: nn.Module, inputs: list[Tensor], loss: LossFunction) -> Any:
+def _trace(stack: contextlib.ExitStack, wrapper: nn.Module, inputs: list[Tensor]) -> Any:
     try:
         return aot_export_joint_with_descriptors(stack, wrapper, tuple(inputs))
     except HydraulisError:
@@ -152,12 +152,12 @@ def _trace(stack: contextlib.ExitStack, wrapper: nn.Module, inputs: list[Tensor]
         ) from error
 
 
-def _refuse_guards(env: ShapeEnv, inputs: list[Tensor]) -> None:
+def _refuse_guards(env: ShapeEnv, inputs: Mapping[str, Tensor]) -> None:
     kept = [guard for guard in env.guards if not _is_equality_of_counts(guard.expr)]
     if not kept:
         return
-    counts = {inputs[0].shape[0].node.expr: TOKENS, inputs[3].shape[0].node.expr: BOUNDARIES}
-    lines = [f"  {guard.expr.subs(counts)} at {guard.sloc.maybe_user_loc or guard.sloc}" for guard in kept]
+    symbols = _symbols(inputs)
+    lines = [f"  {guard.expr.subs(symbols)} at {guard.sloc.maybe_user_loc or guard.sloc}" for guard in kept]
     raise CaptureError(
         f"the traced graph would hold for some batches only: {len(kept)} condition(s) on the number of tokens or "
         "sequences were met while tracing (T tokens, S1 - 1 sequences):\n" + "\n".join(lines) + "\nRemove the branch "
@@ -178,14 +178,19 @@ def _example(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
     bounds = torch.linspace(0, _EXAMPLE_TOKENS, _EXAMPLE_SEQUENCES + 1).to(torch.int32)
     standard = {"tokens": tokens, "positions": tokens.clone(), "labels": tokens.clone(), "cu_seqlens": bounds}
-    for name in fields:
+    for name, tensor in fields.items():
         if name in standard:
             raise CaptureError(f"fields: {name!r} is a standard field of packed; choose another name")
+        if tensor.shape[:1] not in ((_EXAMPLE_TOKENS,), (_EXAMPLE_SEQUENCES,)):
+            raise CaptureError(
+                f"fields: expected an example of {name!r} with {_EXAMPLE_TOKENS} entries (one per token) or "
+                f"{_EXAMPLE_SEQUENCES} (one per sequence), got shape {list(tensor.shape)}"
+            )
     return standard | fields
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, *, dynamic: bool) -> Tensor:
-    sizes = [DimDynamic.DUCK if dynamic and dim == 0 else DimDynamic.STATIC for dim in range(tensor.ndim)]
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    sizes = [DimDynamic.DUCK if dim == 0 else DimDynamic.STATIC for dim in range(tensor.ndim)]
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
@@ -234,9 +239,18 @@ def _current_module() -> str:
     return next(reversed(stack.values()), ("", ""))[0] if stack else ""
 
 
-def _describe(graph: fx.Graph, fields: tuple[str, ...], inputs: list[Tensor]) -> fx.Graph:
+def _symbols(inputs: Mapping[str, Tensor]) -> dict[Any, sympy.Expr]:
+    """What the symbols of the inputs' first dims stand for."""
+    symbols = {tensor.shape[0].node.expr: BOUNDARIES - 1 for tensor in inputs.values()}
+    return symbols | {
+        inputs["tokens"].shape[0].node.expr: TOKENS,
+        inputs["cu_seqlens"].shape[0].node.expr: BOUNDARIES,
+    }
+
+
+def _describe(graph: fx.Graph, inputs: Mapping[str, Tensor]) -> fx.Graph:
     """Fills the `NodeInfo` of every node and renames placeholders by their meaning."""
-    symbols = {inputs[0].shape[0].node.expr: TOKENS, inputs[3].shape[0].node.expr: BOUNDARIES}
+    symbols = _symbols(inputs)
     placed = [node for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
         facts = info(node)
@@ -252,7 +266,7 @@ def _describe(graph: fx.Graph, fields: tuple[str, ...], inputs: list[Tensor]) ->
         facts.sequence = node.meta.get("seq_nr", -1)
         facts.source = _source(node.meta.get("stack_trace"))
     for node in placed:
-        _describe_placeholder(node, fields)
+        _describe_placeholder(node, tuple(inputs))
     return graph
 
 
@@ -276,7 +290,7 @@ def _identifier(role: str, name: str) -> str:
     return clean if role in ("input", "scale") else f"{role}_{clean}"
 
 
-def _shape(value: Any, symbols: Mapping[Any, sympy.Symbol]) -> Shape | None:
+def _shape(value: Any, symbols: Mapping[Any, sympy.Expr]) -> Shape | None:
     if not isinstance(value, Tensor):
         return None
     result = []

@@ -11,7 +11,6 @@ With `exact`, casts to float32 become casts to float64, so that models that cast
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -233,7 +232,8 @@ def _size_text(node: fx.Node, argument: Any) -> Any:
     if node.target not in _SIZED:
         raise CaptureError(
             f"{where(node)} computes with a size or with a value read from a tensor ({where(argument)}), which would tie the "
-            f"graph to one batch; use {TOKENS}-free arithmetic, or a per-token field of packed"
+            "graph to one batch. Leave sizes of the batch out of the arithmetic (the division by the number of labels is done "
+            "for you), or read the value from a per-token field of packed"
         )
     return str(argument.name)
 
@@ -249,5 +249,3 @@ _SIZED = {
     aten.ones.default,
     aten.sym_size.int,
 }
-
-_MAXIMUM = sys.maxsize

@@ -100,8 +100,8 @@ def max_tokens_of(program: Program, scheme: Scheme, limits: MemoryLimits) -> int
     if limit < 1:
         fixed = max(stage.fixed_bytes for stage in stages) / MIB
         raise InvalidInput(
-            f"memory: scheme {scheme} leaves no room for a token in {limits.budget_mib:g} MiB per rank (weights, gradients "
-            f"and optimizer take {fixed:.0f} MiB); raise the budget or drop the scheme from the pool"
+            f"memory: scheme {scheme} leaves no room for a token in {limits.budget_mib:g} MiB per rank (weights, "
+            f"gradients and optimizer take {fixed:.0f} MiB); raise the budget or drop the scheme from the pool"
         )
     return limit
 
@@ -257,7 +257,10 @@ def _read(path: Path | None) -> Profile | None:
 
 def _write(path: Path, profile: Profile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"schemes": {name: asdict(cost) for name, cost in profile.schemes.items()}, "bridge_ms": dict(profile.bridge_ms)}
+    data = {
+        "schemes": {name: asdict(cost) for name, cost in profile.schemes.items()},
+        "bridge_ms": dict(profile.bridge_ms),
+    }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(data, indent=2) + "\n")
     temporary.replace(path)

@@ -86,7 +86,12 @@ class RankExecutor:
     """
 
     def __init__(
-        self, compiled: CompiledScheme, replica: Replica, rank: int, buffers: Mapping[str, Tensor], accumulate: torch.dtype
+        self,
+        compiled: CompiledScheme,
+        replica: Replica,
+        rank: int,
+        buffers: Mapping[str, Tensor],
+        accumulate: torch.dtype,
     ) -> None:
         self.compiled, self.replica, self.rank, self.accumulate = compiled, replica, rank, accumulate
         self.local_rank = replica.ranks.index(rank)

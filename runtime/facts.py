@@ -46,7 +46,7 @@ def vocabulary(captured: Captured) -> int | None:
 def check_same_everywhere(
     cluster: Cluster, captured: Captured, pool: Pool, optimizer: AdamW, model: nn.Module, seed: int
 ) -> None:
-    """Raises `InvalidInput` where processes differ in program, pool, settings, versions or first weights. Collective."""
+    """Raises `InvalidInput` where processes differ in program, pool, settings, version or weights. Collective."""
     own = {
         "graph": _digest(annotated_text(captured.graph)),
         "pool": _digest(write_pool(pool)),
@@ -60,7 +60,9 @@ def check_same_everywhere(
         values = [other[what] for other in everyone]
         for rank, value in enumerate(values):
             if value != values[0]:
-                hint = "; seed the generator before the model is built, or load the same file" if what == "weights" else ""
+                hint = (
+                    "; seed the generator before the model is built, or load the same file" if what == "weights" else ""
+                )
                 raise InvalidInput(f"start-up: {what} differs between rank 0 and rank {rank}{hint}")
 
 

@@ -52,7 +52,9 @@ def scheme_memory(compiled: CompiledScheme, captured: Captured, num_ranks: int) 
             held = _parameter_bytes(compiled, captured, number, rank)
             optimizer = _OPTIMIZER_COPIES * total * 4 // num_ranks
             saved = _sum(_saved(programs.forward.graph))
-            largest = max((_bytes(node) for node in _values(programs.forward.graph)), key=_slope, default=sympy.Integer(0))
+            largest = max(
+                (_bytes(node) for node in _values(programs.forward.graph)), key=_slope, default=sympy.Integer(0)
+            )
             in_flight = min(compiled.scheme.pp - number, compiled.scheme.pp)
             candidates.append(StageMemory(2 * held + optimizer, saved, _LIVE_TEMPORARIES * largest, in_flight))
         result.append(max(candidates, key=lambda memory: _slope(memory.peak_bytes)))

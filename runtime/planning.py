@@ -23,7 +23,8 @@ __all__ = ["Planning"]
 class Planning:
     """Gives the plan of a batch, the same on every rank.
 
-    With `depth` 0 plans are made in the step; otherwise up to `depth` steps ahead in a process that starts on first use.
+    With `depth` 0 plans are made in the step; otherwise up to `depth` steps ahead, in a process that starts on
+    first use.
     """
 
     def __init__(self, pool: Pool, profile: Profile, options: PlannerOptions, depth: int, cluster: Cluster) -> None:

@@ -286,7 +286,9 @@ class Program:
             part = whole[relative(box, tuple((0, size) for size in facts.shape))]
             part = part.detach().to(self.cluster.device, self.master_dtype, copy=True)
             (owned if facts.requires_grad else frozen)[facts.name] = part
-        state = RankState(rank, self.pool.num_ranks, self.dtype, ShardedAdamW(self.optimizer, owned), frozen, self.captured)
+        state = RankState(
+            rank, self.pool.num_ranks, self.dtype, ShardedAdamW(self.optimizer, owned), frozen, self.captured
+        )
         for strategy in self.pool.strategies:
             state.executables[strategy.name] = self._executable(strategy.name, rank)
         return state

@@ -23,7 +23,16 @@ from runtime.layouts import StrategyBridges
 from runtime.optimizer import ShardedAdamW
 from runtime.requests import AllGather, AllReduce, RankGenerator
 
-__all__ = ["Executable", "RankOutcome", "RankState", "StepFacts", "collect_gradients", "exchange_parameters", "rank_step", "run_micro_batches"]
+__all__ = [
+    "Executable",
+    "RankOutcome",
+    "RankState",
+    "StepFacts",
+    "collect_gradients",
+    "exchange_parameters",
+    "rank_step",
+    "run_micro_batches",
+]
 
 _MESSAGE_BYTES = 2048
 
@@ -247,8 +256,8 @@ def _check_finite(losses: Sequence[float], grad_norm: float, facts: StepFacts) -
         where.append(f"replica {index} ({facts.strategy.replicas[index].scheme}) with sequence ids {ids}")
     what = f"loss is not finite in {'; '.join(where)}" if bad else f"the gradient norm is {grad_norm}"
     raise NonFiniteLoss(
-        f"step {facts.step}, strategy {facts.strategy.name}: {what}. Weights, moments and step count are as before the step; "
-        "lower the learning rate, or look at these sequences"
+        f"step {facts.step}, strategy {facts.strategy.name}: {what}. Weights, moments and step count are as before the "
+        "step; lower the learning rate, or look at these sequences"
     )
 
 

@@ -76,7 +76,10 @@ def _figures(summary: Summary) -> Table:
     table.add_column("figure")
     table.add_column("value")
     rows = [
-        (f"loss, first {_ENDS} -> last {_ENDS} steps", f"{first:.3f} -> {last:.3f} nats per token ({last / first - 1:+.0%})"),
+        (
+            f"loss, first {_ENDS} -> last {_ENDS} steps",
+            f"{first:.3f} -> {last:.3f} nats per token ({last / first - 1:+.0%})",
+        ),
         ("unigram entropy of the corpus", f"{summary.unigram_entropy:.3f} nats per token"),
         ("tokens per second", f"{1e3 * sum(s.tokens for s in steps) / sum(s.measured_ms for s in steps):.0f}"),
         ("imbalance, slowest / mean replica", f"{_mean(step.imbalance for step in steps):.3f}"),

@@ -85,9 +85,7 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def run_step(
-    program: Program, batch: GlobalBatch, name: str, assignment: Assignment, *, update: bool = False
-) -> Step:
+def run_step(program: Program, batch: GlobalBatch, name: str, assignment: Assignment, *, update: bool = False) -> Step:
     """Runs one step of strategy `name` by `assignment`; weights stay as they are unless `update`."""
     chosen = program.pool[name]
     plan = plan_of(assignment, chosen, program.profile, batch.lengths, program.step_count)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +151,9 @@ def _inputs(
 
 def _calibrated(config: RunConfig) -> tuple[Pool, Profile, str]:
     """Returns pool and costs, measured on simulated ranks of this process, or read where they were measured before."""
-    load_pool(shown_path(config.pool))  # a fault of the file is told before the work begins
-    with working("compiling the pool and measuring its costs"):
+    path = shown_path(config.pool)
+    num_ranks = load_pool(path).num_ranks  # a fault of the file is told before the work begins
+    with working("compiling the pool and measuring its costs"), _one_thread():
         from runtime.calibrate import MemoryLimits, calibrate
         from runtime.cluster import SimulatedCluster
         from runtime.models import build_loss
@@ -170,15 +172,26 @@ def _calibrated(config: RunConfig) -> tuple[Pool, Profile, str]:
             )
 
         model = make_model(config, on_meta=True)
-        pool = load_pool(shown_path(config.pool))
-        cluster = SimulatedCluster(pool.num_ranks)
-        path = shown_path(config.pool)
+        cluster = SimulatedCluster(num_ranks)
         with compile(model, build_loss(model), path, profile=profile_of, depth=0, cluster=cluster) as program:
             profile = program.planning.profile
     cache = config.calibration.cache
     kept = f", kept in {cache}" if cache is not None else ""
     origin = f"measured just now on simulated ranks{kept}" if measured else f"measured before, from {cache}"
     return program.pool, profile, origin
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Measures as training runs: one thread a rank. Several would wait for each other's turn, worst on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _show(plan: StepPlan, explanation: Explanation, pool: Pool, lengths: Sequence[int], origin: str) -> None:

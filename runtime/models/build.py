@@ -33,7 +33,9 @@ def build_model(config: ModelConfig) -> nn.Module:
         raise InvalidInput(f"model.factory: cannot find {config.factory}: {error}") from error
     model = make(**config.arguments)
     if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model.factory: expected {config.factory} to return an nn.Module, got {type(model).__name__}")
+        raise InvalidInput(
+            f"model.factory: expected {config.factory} to return an nn.Module, got {type(model).__name__}"
+        )
     return model
 
 

@@ -1,0 +1,483 @@
+"""Capture: what is traced, what is refused and how, and that nothing of the traced batch or of the user's model changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hgraph.capture import Captured, LossFunction, capture
+from hgraph.data.packed import Packed, pack
+from hgraph.errors import CaptureError, RuleError
+from hgraph.graph import BOUNDARIES, TOKENS, annotated_text, info
+from hgraph.strategy import Scheme
+from passes.pipelines import compile_scheme, normalized
+from passes.rules.table import RULES
+from tests.models import (
+    Gpt,
+    gpt,
+    hugging_face_gpt2,
+    hugging_face_llama,
+    hugging_face_loss,
+    language_loss,
+    llama,
+    random_batches,
+)
+from tests.scheme_runs import assert_equal_to_reference, run_compiled, run_scheme
+
+VOCABULARY, HIDDEN = 61, 24
+
+
+def small_llama() -> nn.Module:
+    return llama(layers=1, hidden=24, heads=4, kv_heads=2, ffn=20, vocab_size=VOCABULARY)
+
+
+class Word(nn.Module):
+    """Embedding, something between, head."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.between = Between(between)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.head(self.between(self.embed(tokens), tokens, positions))
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.function(x, tokens, positions)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], LossFunction, str, int]] = {
+    "llama": (small_llama, language_loss, "layers", 1),
+    "gpt": (gpt, language_loss, "blocks", 2),
+    "hugging face llama": (hugging_face_llama, hugging_face_loss, "model.layers", 2),
+    "hugging face gpt2": (hugging_face_gpt2, hugging_face_loss, "transformer.h", 2),
+}
+
+
+@pytest.mark.case(124)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_as_strangers_write_them_are_traced(name: str) -> None:
+    make, loss, layers, num_layers = MODELS[name]
+    model = make()
+    captured = normalized(capture(model, loss), exact=True)
+    assert (captured.layers, captured.num_layers) == (layers, num_layers)
+    operators = {node.target for node in captured.graph.nodes if node.op == "call_function"}
+    assert operators - set(RULES) == {getitem for getitem in operators if getattr(getitem, "__name__", "") == "getitem"}
+    batches, sequences = random_batches([(5, 1, 9), (2, 2)], 50)
+    outcome = run_scheme(captured, Scheme.uniform(1), model, batches)
+    assert_equal_to_reference(outcome, model, loss, sequences)
+    assert outcome.log == ()
+
+
+def test_every_node_says_where_it_comes_from() -> None:
+    captured = capture(gpt(layers=1), language_loss)
+    nodes = {node.name: info(node) for node in captured.graph.nodes if node.op == "call_function"}
+    facts = nodes["addmm"]
+    assert (facts.module, facts.module_class, facts.phase) == ("blocks.0.query", "Linear", "forward")
+    assert facts.source.startswith(f"{Gpt.__module__.replace('.', '/')}.py:"[-10:]) or "/tests/models.py:" in facts.source
+    assert all(facts.source for facts in nodes.values())
+    backward = [facts for facts in nodes.values() if facts.phase == "backward" and facts.module == "blocks.0.query"]
+    assert backward and {own.source for own in backward} == {facts.source}
+
+
+def test_inputs_are_named_and_shapes_are_symbolic() -> None:
+    captured = capture(small_llama(), language_loss)
+    shapes = {info(node).name: info(node).shape for node in captured.graph.nodes if info(node).role == "input"}
+    assert shapes == {"tokens": (TOKENS,), "positions": (TOKENS,), "labels": (TOKENS,), "cu_seqlens": (BOUNDARIES,)}
+    assert captured.outputs[0] == "loss"
+    assert set(captured.outputs[1:]) - {None} == {facts.name for facts in captured.parameters}
+
+
+def test_capture_is_deterministic() -> None:
+    texts = {annotated_text(capture(small_llama(), language_loss).graph) for _ in range(2)}
+    assert len(texts) == 1
+
+
+def test_parameters_may_be_on_meta() -> None:
+    model = small_llama()
+    expected = annotated_text(capture(model, language_loss).graph)
+    assert annotated_text(capture(model.to("meta"), language_loss).graph) == expected
+
+
+def test_tied_parameters_are_one_parameter_with_two_names() -> None:
+    captured = capture(gpt(), language_loss)
+    (tied,) = [facts for facts in captured.parameters if len(facts.names) > 1]
+    assert tied.names == ("tokens.weight", "head.weight")
+    assert tied.names[0] in captured.outputs and tied.names[1] in captured.outputs
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return {
+        "parameters": {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)},
+        "buffers": {name: id(buffer) for name, buffer in model.named_buffers()},
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "hooks": hooks,
+        "training": [module.training for module in model.modules()],
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_users_model_is_as_before(name: str, training: bool) -> None:
+    make, loss, *_ = MODELS[name]
+    model = make().train(training)
+    before, values = state_of(model), copy.deepcopy(model.state_dict())
+    capture(model, loss)
+    assert state_of(model) == before
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+
+
+def test_the_users_model_is_as_before_where_capture_fails() -> None:
+    model = Word(lambda x, tokens, positions: x * tokens.sum().item() if tokens.sum() > 3 else x)
+    before = state_of(model)
+    with pytest.raises(CaptureError):
+        capture(model, language_loss)
+    assert state_of(model) == before
+    assert torch.fx.traceback.current_meta.get("nn_module_stack") is None
+    hugging_face = hugging_face_gpt2(attn_pdrop=0.1)
+    before = state_of(hugging_face)
+    with pytest.raises(CaptureError, match="attention dropout 0.1 is not supported"):
+        capture(hugging_face, hugging_face_loss)
+    assert state_of(hugging_face) == before
+
+
+# What the graph remembers
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[nn.Module, Captured, Any]:
+    model = small_llama()
+    captured = normalized(capture(model, language_loss), exact=True)
+    return model, captured, compile_scheme(captured, Scheme.uniform(1))
+
+
+@pytest.mark.case(120)
+@pytest.mark.parametrize("lengths", [(4, 4), (2, 6), (8,), (1, 1, 6), (24,), (1,), (48, 61, 7)], ids=str)
+def test_one_graph_serves_every_batch(compiled: Any, lengths: tuple[int, ...]) -> None:
+    model, captured, programs = compiled
+    batches, sequences = random_batches([lengths], VOCABULARY)
+    outcome = run_compiled(programs, captured, model, batches)
+    assert_equal_to_reference(outcome, model, language_loss, sequences)
+
+
+@pytest.mark.case(121)
+@pytest.mark.parametrize("num_labels", [8, 3, 1])
+def test_the_number_of_labels_is_not_remembered(compiled: Any, num_labels: int) -> None:
+    model, captured, programs = compiled
+    tokens = torch.arange(10) * 5
+    labels = torch.roll(tokens, -1).masked_fill(torch.arange(10) >= num_labels, -100)
+    batch = pack([tokens], labels=[labels])
+    outcome = run_compiled(programs, captured, model, [batch])
+    assert_equal_to_reference(outcome, model, language_loss, [batch])
+
+
+@pytest.mark.case(22)
+def test_documents_and_padding_do_not_touch_each_other(compiled: Any) -> None:
+    """Loss of a row is the sum of its documents', whatever stands beside them; pads count for nothing."""
+    model, captured, programs = compiled
+    rows = [torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 7)]
+    together = run_compiled(programs, captured, model, [pack(rows, multiple=16)], 1.0)
+    alone = [run_compiled(programs, captured, model, [pack([row])], 1.0) for row in rows]
+    assert together.loss == pytest.approx(sum(outcome.loss for outcome in alone), rel=1e-13)
+    for name, gradient in together.gradients.items():
+        expected = alone[0].gradients[name] + alone[1].gradients[name]
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
+
+
+# What a model may have
+
+
+class Scaled(Word):
+    """With a buffer, a frozen parameter, one that is never used, and an attribute that is a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, tokens, positions: x)
+        self.register_buffer("scale", torch.linspace(1, 2, HIDDEN, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.linspace(0, 1, HIDDEN, dtype=torch.float64), requires_grad=False)
+        self.unused = nn.Linear(HIDDEN, 3).double()
+        self.up = nn.Linear(HIDDEN, 10).double()
+        self.down = nn.Linear(10, HIDDEN).double()
+        self.register_buffer("inner_scale", torch.linspace(1, 2, 10, dtype=torch.float64), persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.frozen
+        return self.head(x + self.down(F.silu(self.up(x)) * self.inner_scale))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_buffers_frozen_and_unused_parameters(tp: int) -> None:
+    model = Scaled()
+    captured = normalized(capture(model, language_loss), exact=True)
+    assert set(captured.buffers) == {"scale", "inner_scale"}
+    assert {facts.name for facts in captured.parameters if not facts.requires_grad} == {"frozen"}
+    batches, sequences = random_batches([(5, 1), (9,)], VOCABULARY)
+    outcome = run_scheme(captured, Scheme.uniform(tp), model, batches)
+    assert_equal_to_reference(outcome, model, language_loss, sequences)
+    assert not {"frozen", "unused.weight", "unused.bias"} & set(outcome.gradients)
+
+
+def weighted_loss(model: nn.Module, packed: Packed) -> Tensor:
+    logits = model(packed.tokens[None], packed.positions[None])[0]
+    losses = F.cross_entropy(logits, packed.labels, reduction="none")
+    return (losses * packed.fields["weight"]).sum()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_field_per_token(tp: int) -> None:
+    model = small_llama()
+    example = {"weight": torch.ones(24, dtype=torch.float64)}
+    captured = normalized(capture(model, weighted_loss, fields=example), exact=True)
+    assert captured.extra_fields == ("weight",)
+    rows = [torch.arange(7), torch.arange(4) + 20]
+    weights = [torch.linspace(0, 1, len(row), dtype=torch.float64) for row in rows]
+    batch = pack(rows, token_fields={"weight": weights})
+    alone = [pack([row], token_fields={"weight": [weight]}) for row, weight in zip(rows, weights, strict=True)]
+    outcome = run_scheme(captured, Scheme.uniform(tp), model, [batch], 3.5)
+    assert_equal_to_reference(outcome, model, weighted_loss, alone, 3.5)
+
+
+def test_fields_that_cannot_be() -> None:
+    model = small_llama()
+    with pytest.raises(CaptureError, match="'tokens' is a standard field of packed; choose another name"):
+        capture(model, weighted_loss, fields={"tokens": torch.ones(24)})
+    with pytest.raises(CaptureError, match=r"'weight' with 24 entries \(one per token\) or 3 \(one per sequence\), got shape \[10\]"):
+        capture(model, weighted_loss, fields={"weight": torch.ones(10)})
+
+
+def test_a_field_per_sequence_is_symbolic_in_their_number() -> None:
+    def loss(model: nn.Module, packed: Packed) -> Tensor:
+        return language_loss(model, packed) + packed.fields["offset"].sum()
+
+    captured = capture(small_llama(), loss, fields={"offset": torch.ones(3, dtype=torch.float64)})
+    (shape,) = [info(node).shape for node in captured.graph.nodes if info(node).name == "offset"]
+    assert shape == (BOUNDARIES - 1,)
+
+
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_a_label_of_the_vocabulary_may_be_ignored(ignored: int) -> None:
+    def loss(model: nn.Module, packed: Packed) -> Tensor:
+        logits = model(packed.tokens[None], packed.positions[None])[0]
+        labels = packed.labels.masked_fill(packed.labels < 0, ignored)
+        return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignored)
+
+    model = small_llama()
+    captured = normalized(capture(model, loss), exact=True)
+    batches, sequences = random_batches([(9, 4)], 5)
+    outcome = run_scheme(captured, Scheme.uniform(3), model, batches)
+    assert_equal_to_reference(outcome, model, loss, sequences)
+
+
+# What is refused
+
+
+def attention(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def between(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, **options).transpose(1, 2).flatten(2)
+
+    return between
+
+
+def by_hand(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+
+def by_hand_with_a_causal_mask(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    scores = x @ x.transpose(-1, -2)
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ x
+
+
+def by_hand_with_positions_for_a_mask(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Positions restart in every document, but nothing keeps documents apart."""
+    later = positions[:, :, None] < positions[:, None, :]
+    scores = (x @ x.transpose(-1, -2)).masked_fill(later, -1e9)
+    return scores.exp() @ x
+
+
+REFUSED_MODELS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "item": (
+        lambda x, tokens, positions: x * tokens.sum().item(),
+        "computes with a size or with a value read from a tensor (aten._local_scalar_dense.default",
+    ),
+    "branch on a value": (
+        lambda x, tokens, positions: x if tokens.sum() > 3 else -x,
+        "cannot trace Word into one graph: in module between",
+    ),
+    "branch on the number of tokens": (
+        lambda x, tokens, positions: x if tokens.shape[1] > 99 else -x,
+        "would hold for some batches only: 1 condition(s) on the number of tokens or sequences",
+    ),
+    "two rows": (
+        lambda x, tokens, positions: x.view(2, -1, HIDDEN).flatten(0, 1)[None],
+        "would hold for some batches only",
+    ),
+    "the tokens numbered": (
+        lambda x, tokens, positions: x + torch.arange(tokens.shape[1])[:, None],
+        "numbers the tokens of the packed batch, so that positions would not restart in every document",
+    ),
+    "a running sum": (
+        lambda x, tokens, positions: x.cumsum(1),
+        "no sharding rule for aten.cumsum.default",
+    ),
+    "the token before": (
+        lambda x, tokens, positions: x.roll(1, 1),
+        "no sharding rule for aten.roll.default",
+    ),
+    "the first token": (lambda x, tokens, positions: x + x[:, :1], "cuts the token dim"),
+    "halves of the tokens": (
+        lambda x, tokens, positions: torch.cat(x.split(12, 1), 1),
+        "",
+    ),
+    "tokens joined": (lambda x, tokens, positions: torch.cat([x, x], 1)[:, : x.shape[1]], ""),
+    "a mean over tokens": (lambda x, tokens, positions: x - x.mean(1, keepdim=True), "takes a mean over tokens"),
+    "a sum over tokens": (
+        lambda x, tokens, positions: x - x.sum(1, keepdim=True),
+        "documents would see each other: aten.sub.Tensor",
+    ),
+    "the greatest of the tokens": (
+        lambda x, tokens, positions: x - x.amax(1, keepdim=True),
+        "documents would see each other: aten.amax.default",
+    ),
+    "a product over tokens": (
+        lambda x, tokens, positions: x @ (x.transpose(1, 2) @ x),
+        "documents would see each other: aten.bmm.default",
+    ),
+    "attention by hand": (by_hand, "relates every token to every other"),
+    "attention by hand, causal": (by_hand_with_a_causal_mask, "relates every token to every other"),
+    "attention by hand, positions reset": (by_hand_with_positions_for_a_mask, "relates every token to every other"),
+    "a mask": (
+        attention(attn_mask=torch.zeros(24, 24)),
+        "an explicit attn_mask is not supported; pass is_causal=True and no mask",
+    ),
+    "not causal": (attention(), "attention that is not causal is not supported; pass is_causal=True"),
+    "dropout in attention": (attention(is_causal=True, dropout_p=0.1), "dropout_p=0.1 is not supported"),
+    "dropout": (lambda x, tokens, positions: F.dropout(x, 0.1), "aten.native_dropout.default"),
+}
+
+
+@pytest.mark.case(24, 124)
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_models_that_are_refused(name: str) -> None:
+    """By name, with the user's line, whatever pass finds out."""
+    between, message = REFUSED_MODELS[name]
+    with pytest.raises((CaptureError, RuleError)) as raised:
+        normalized(capture(Word(between), language_loss))
+    text = str(raised.value)
+    assert message in text
+    assert f"{__file__}:" in text
+
+
+def cross_entropy(model: nn.Module, packed: Packed, **options: Any) -> Tensor:
+    return F.cross_entropy(model(packed.tokens[None], packed.positions[None])[0], packed.labels, **options)
+
+
+def shifted_inside(model: nn.Module, packed: Packed) -> Tensor:
+    logits = model(packed.tokens[None], packed.positions[None])[0]
+    return F.cross_entropy(logits[:-1], packed.tokens[1:], reduction="sum")
+
+
+def with_decay(model: nn.Module, packed: Packed) -> Tensor:
+    return language_loss(model, packed) + sum(parameter.square().sum() for parameter in model.parameters())
+
+
+REFUSED_LOSSES: dict[str, tuple[Any, str]] = {
+    "a mean over labels": (cross_entropy, "takes the mean over the labels of one micro-batch"),
+    "a mean over tokens": (
+        lambda model, packed: cross_entropy(model, packed, reduction="none").mean(),
+        "computes with a size",
+    ),
+    "divided by the number of tokens": (
+        lambda model, packed: language_loss(model, packed) / packed.tokens.shape[0],
+        "computes with a size",
+    ),
+    "divided by the number of labels": (
+        lambda model, packed: language_loss(model, packed) / (packed.labels >= 0).sum(),
+        "the loss is not a sum over tokens: aten.div.Tensor",
+    ),
+    "a function of the sum": (
+        lambda model, packed: language_loss(model, packed).exp(),
+        "the loss is not a sum over tokens: aten.exp.default",
+    ),
+    "one more for every micro-batch": (
+        lambda model, packed: language_loss(model, packed) + 1,
+        "the loss is not a sum over tokens: aten.add.Tensor",
+    ),
+    "a penalty for every micro-batch": (with_decay, "the loss is not a sum over tokens: aten.add.Tensor"),
+    "labels shifted inside": (shifted_inside, "labels are already shifted in packed.labels"),
+    "weights per class": (
+        lambda model, packed: cross_entropy(
+            model, packed, weight=torch.ones(VOCABULARY, dtype=torch.float64), reduction="sum"
+        ),
+        "class weights are not supported",
+    ),
+}
+
+
+@pytest.mark.case(1)
+@pytest.mark.parametrize("name", REFUSED_LOSSES)
+def test_losses_that_are_refused(name: str) -> None:
+    loss, message = REFUSED_LOSSES[name]
+    with pytest.raises(CaptureError) as raised:
+        normalized(capture(small_llama(), loss))
+    assert message in str(raised.value)
+    assert "/tests/test_capture.py:" in str(raised.value)
+
+
+def test_losses_that_are_no_scalar() -> None:
+    expected = "expected a scalar, the sum over labelled tokens; got "
+    with pytest.raises(CaptureError, match=expected + r"a tensor of 1 dim\(s\)"):
+        capture(small_llama(), lambda model, packed: cross_entropy(model, packed, reduction="none"))
+    with pytest.raises(CaptureError, match=expected + "float"):
+        capture(small_llama(), lambda model, packed: 3.0)  # type: ignore[arg-type, return-value]
+
+
+def test_sums_of_sums_and_scalings_are_fine() -> None:
+    def loss(model: nn.Module, packed: Packed) -> Tensor:
+        logits = model(packed.tokens[None], packed.positions[None])[0]
+        sharp = logits.logsumexp(-1).square().sum() if False else logits.square().sum()
+        return 0.5 * F.cross_entropy(logits, packed.labels, reduction="sum") - sharp / 7 + 1e-3 * sharp
+
+    model = small_llama()
+    captured = normalized(capture(model, loss), exact=True)
+    batches, sequences = random_batches([(5, 1), (9,)], VOCABULARY)
+    outcome = run_scheme(captured, Scheme.uniform(2), model, batches)
+    assert_equal_to_reference(outcome, model, loss, sequences)
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(CaptureError, match="Identity has no parameters; there is nothing to train"):
+        capture(nn.Identity(), lambda model, packed: packed.tokens.double().sum())
+    with pytest.raises(CaptureError, match="the loss depends on no trained parameter of Llama"):
+        capture(small_llama(), lambda model, packed: packed.tokens.double().sum())
+    model = small_llama().requires_grad_(False)
+    with pytest.raises(CaptureError, match="the loss depends on no trained parameter of Llama"):
+        capture(model, language_loss)
+
+
+def test_grouped_heads_need_the_option_that_torch_wants() -> None:
+    def between(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        few = heads[:, :2]
+        return F.scaled_dot_product_attention(heads, few, few, is_causal=True).transpose(1, 2).flatten(2)
+
+    with pytest.raises(CaptureError, match="4 query heads over 2 key heads is not supported; pass enable_gqa=True"):
+        capture(Word(between), language_loss)
