@@ -5,13 +5,11 @@ from torch import nn
 
 import hgraph as hg
 
-POOL = """version: 1
-ranks: 4
-strategies:
-  - {name: long, replicas: [{tp: 2, pp: 2}]}
-  - {name: mixed, replicas: [{tp: 2}, {tp: 1, count: 2}]}
-  - {name: short, replicas: [{tp: 1, count: 4}]}
-"""
+POOL = """{version: 1, ranks: 4, strategies: [
+  {name: long, replicas: [{tp: 2, pp: 2}]},
+  {name: mixed, replicas: [{tp: 2}, {tp: 1, count: 2}]},
+  {name: short, replicas: [{tp: 1, count: 4}]},
+]}"""
 
 
 class Layer(nn.Module):

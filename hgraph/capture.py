@@ -241,11 +241,13 @@ def _current_module() -> str:
 
 def _symbols(inputs: Mapping[str, Tensor]) -> dict[Any, sympy.Expr]:
     """What the symbols of the inputs' first dims stand for."""
-    symbols = {tensor.shape[0].node.expr: BOUNDARIES - 1 for tensor in inputs.values()}
-    return symbols | {
-        inputs["tokens"].shape[0].node.expr: TOKENS,
-        inputs["cu_seqlens"].shape[0].node.expr: BOUNDARIES,
-    }
+    symbols = {_symbol(tensor): BOUNDARIES - 1 for tensor in inputs.values()}
+    return symbols | {_symbol(inputs["tokens"]): TOKENS, _symbol(inputs["cu_seqlens"]): BOUNDARIES}
+
+
+def _symbol(tensor: Tensor) -> Any:
+    size: Any = tensor.shape[0]
+    return size.node.expr
 
 
 def _describe(graph: fx.Graph, inputs: Mapping[str, Tensor]) -> fx.Graph:

@@ -87,7 +87,7 @@ def shard_map(annotation: Annotation, shape: Sequence[int]) -> ShardMap:
     """
     shape = tuple(int(length) for length in shape)
     whole: Box = tuple((0, length) for length in shape)
-    hetero_boxes = _split_box(whole, annotation.hetero, annotation.hsize, str(annotation))
+    hetero_boxes = _split_box(whole, annotation.hetero, annotation.hsize, annotation)
     pieces: list[Piece] = []
     for index, (subgroup, box) in enumerate(zip(annotation.subgroups, hetero_boxes, strict=True)):
         for rank in subgroup.ranks:
@@ -115,11 +115,12 @@ def _family_term(annotation: Annotation, index: int, rank: int) -> tuple[int, in
 
 def _rank_box(subgroup: Subgroup, rank: int, box: Box) -> Box:
     for position, size, placement in zip(subgroup.coordinates(rank), subgroup.mesh, subgroup.placements, strict=True):
-        box = _split_box(box, placement, size, str(subgroup))[position]
+        box = _split_box(box, placement, size, subgroup)[position]
     return box
 
 
-def _split_box(box: Box, placement: object, parts: int, where: str) -> list[Box]:
+def _split_box(box: Box, placement: object, parts: int, where: object) -> list[Box]:
+    # `where` becomes text only in a message: boxes are worked out often.
     if not isinstance(placement, Shard):
         return [box] * parts
     if placement.dim >= len(box):

@@ -30,6 +30,8 @@ from hgraph.strategy import Override, Scheme
 __all__ = ["Leaves", "annotate", "assign_stages", "parameter_roles"]
 
 aten = torch.ops.aten
+_SPLIT_DIMS = {"column": 0, "vocab": 0, "row": 1}
+"""The dim of a weight that a role splits."""
 _ATTENTION = torch.ops.hydraulis.packed_attention.default
 
 
@@ -46,7 +48,7 @@ def annotate(
 ) -> Leaves:
     """Sets the stage of every node and returns the leaf annotations for `scheme`, ranks counted from 0."""
     assign_stages(graph, captured, scheme)
-    roles = parameter_roles(graph) if isinstance(template, str) else _named_roles(graph, template)
+    roles = _roles(graph, template)
     heads = _head_counts(graph)
     used = _stages_of_parameters(graph)
     parameters = {}
@@ -74,9 +76,9 @@ def assign_stages(graph: fx.Graph, captured: Captured, scheme: Scheme) -> None:
         if facts.phase == "forward" and facts.stage is not None and facts.sequence >= 0:
             by_sequence[facts.sequence] = max(facts.stage, by_sequence.get(facts.sequence, 0))
     for node in reversed(graph.nodes):
-        stages = [info(user).stage for user in node.users if user.op == "call_function"]
+        stages = [stage for user in node.users if user.op == "call_function" and (stage := info(user).stage) is not None]
         if _from_parameters_alone(node) and stages:
-            info(node).stage = min(stage for stage in stages if stage is not None)
+            info(node).stage = min(stages)
 
 
 def _from_parameters_alone(node: fx.Node) -> bool:
@@ -145,6 +147,9 @@ def _stage(
             return own
         return scheme.pp - 1 if node in after_layers else max(stages, default=0)
     behind = [a.stage for a in inputs if a.stage is not None and a.phase == "backward"]
+    if own is None and facts.module_class:
+        # Sums of gradients belong to no module, and the sequence number they carry is another operator's.
+        own = by_sequence.get(facts.sequence)
     if own is None and not behind:
         own = by_sequence.get(facts.sequence, max(stages, default=scheme.pp - 1))
     return min([*behind, *([own] if own is not None else [])])
@@ -183,16 +188,26 @@ def _weight_of(node: fx.Node) -> fx.Node | None:
     return weight if isinstance(weight, fx.Node) and info(weight).role == "parameter" else None
 
 
-def _named_roles(graph: fx.Graph, template: Sequence[tuple[str, str]]) -> dict[fx.Node, str]:
-    roles = {}
-    for node in graph.nodes:
-        if node.op != "placeholder" or info(node).role != "parameter":
-            continue
-        for pattern, role in template:
-            if fnmatch.fnmatchcase(info(node).name, pattern):
-                roles[node] = role
-                break
-    return roles
+def _roles(graph: fx.Graph, template: str | Sequence[tuple[str, str]]) -> dict[fx.Node, str]:
+    if template == "megatron":
+        return parameter_roles(graph)
+    if isinstance(template, str):
+        raise InvalidInput(f"template: expected 'megatron' or pairs of a pattern and a role, got {template!r}")
+    for pattern, role in template:
+        if role not in _SPLIT_DIMS and role != "replicate":
+            raise InvalidInput(f"template {pattern!r}: expected column, row, vocab or replicate, got {role!r}")
+    parameters = [node for node in graph.nodes if node.op == "placeholder" and info(node).role == "parameter"]
+    return {node: _named_role(info(node).name, template) for node in parameters}
+
+
+def _named_role(name: str, template: Sequence[tuple[str, str]]) -> str:
+    """The role of the first pattern that matches; a parameter without one is an error, not replicated in silence."""
+    for pattern, role in template:
+        if fnmatch.fnmatchcase(name, pattern):
+            return role
+    raise InvalidInput(
+        f"template: no pattern matches parameter {name!r}; give it a role, or end the template with '*': replicate"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +277,7 @@ def _leaf(facts: NodeInfo, role: str, heads: _Heads | None, ranks: tuple[int, ..
     shape = [int(size) for size in facts.shape]
     if role == "replicate" or len(ranks) == 1:
         return replicated(ranks)
-    dim = {"column": 0, "vocab": 0, "row": 1}[role]
+    dim = _SPLIT_DIMS[role]
     if dim >= len(shape):
         raise InvalidInput(f"parameter {facts.name} of {len(shape)} dims cannot be split by '{role}'; use 'replicate'")
     if heads is None or role == "vocab":

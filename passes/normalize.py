@@ -20,6 +20,7 @@ from torch import fx
 from hgraph.errors import CaptureError
 from hgraph.graph import TOKENS, info, int_argument, where
 from passes.rewriting import eliminate_dead_code, insert, replace_uses
+from passes.rules.table import RULES
 
 __all__ = ["normalize"]
 
@@ -217,7 +218,10 @@ def _raise_to_float64(graph: fx.Graph) -> None:
 
 
 def _forget_sizes(graph: fx.Graph) -> None:
-    """Replaces symbolic sizes among the arguments by text; programs rebuild sizes from shapes and annotations."""
+    """Replaces symbolic sizes among the arguments by text; programs rebuild sizes from shapes and annotations.
+
+    Operators without a rule are left to the verifier, which says so.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or info(node).is_tensor is False and node.target is not operator.getitem:
             continue
@@ -229,7 +233,7 @@ def _size_text(node: fx.Node, argument: Any) -> Any:
         return argument
     if len(info(argument).shapes) > 1 or argument.op == "placeholder":
         return argument
-    if node.target not in _SIZED:
+    if node.target in RULES and node.target not in _SIZED:
         raise CaptureError(
             f"{where(node)} computes with a size or with a value read from a tensor ({where(argument)}), which would tie the "
             "graph to one batch. Leave sizes of the batch out of the arithmetic (the division by the number of labels is done "

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from hgraph.profile import Profile, SchemeCost
 from hgraph.strategy import Scheme, Strategy
 from hgraph.strategy_file import write_pool
 from runtime.memory import MIB, scheme_memory, token_limit
+from runtime.profile_file import read_profile, write_profile
 from runtime.rank_step import RankState, collect_gradients, exchange_parameters, run_micro_batches
 from runtime.requests import AllReduce, RankGenerator
 
@@ -71,7 +72,7 @@ def calibrate(
     """
     tokens = {str(scheme): max_tokens_of(program, scheme, limits) for scheme in program.pool.schemes}
     path = None if cache is None else Path(cache) / f"profile-{_key(program, tokens, lengths, repeats)}.json"
-    known = program.cluster.broadcast(_read(path))
+    known = program.cluster.broadcast(read_profile(path) if path is not None and path.exists() else None)
     if known is not None:
         return known
     costs, bridges = {}, {}
@@ -84,7 +85,7 @@ def calibrate(
             costs[name] = cost
     profile = program.cluster.broadcast(Profile(costs, bridges))
     if path is not None and 0 in program.cluster.local_ranks:
-        _write(path, profile)
+        write_profile(path, profile)
     return profile
 
 
@@ -246,21 +247,3 @@ def _key(program: Program, tokens: Mapping[str, int], lengths: Sequence[int], re
         f"{os.cpu_count()} {program.cluster.device}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _read(path: Path | None) -> Profile | None:
-    if path is None or not path.exists():
-        return None
-    data = json.loads(path.read_text())
-    return Profile({name: SchemeCost(**cost) for name, cost in data["schemes"].items()}, data["bridge_ms"])
-
-
-def _write(path: Path, profile: Profile) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = {
-        "schemes": {name: asdict(cost) for name, cost in profile.schemes.items()},
-        "bridge_ms": dict(profile.bridge_ms),
-    }
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n")
-    temporary.replace(path)

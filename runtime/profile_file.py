@@ -1,8 +1,8 @@
 """Profiles as JSON files: read with every fault in one report, written by renaming, so that no half file is ever seen.
 
-    {"version": 1,
-     "schemes": {"tp2": {"a": 1.2e-05, "b": 0.03, "c": 4.1, "max_tokens": 2048}},
-     "bridge_ms": {"tp2x2": 35.0}}
+{"version": 1,
+ "schemes": {"tp2": {"a": 1.2e-05, "b": 0.03, "c": 4.1, "max_tokens": 2048}},
+ "bridge_ms": {"tp2x2": 35.0}}
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COST_KEYS = tuple(item.name for item in fields(SchemeCost))
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Returns the profile in the file at `path`; raises `FileErrors` with all its faults, `InvalidInput` without a file."""
+    """Returns the profile in the file at `path`. Raises `FileErrors` with every fault, `InvalidInput` without a file."""
     name = os.fspath(path)
     text = read_text(name)
     try:
@@ -72,7 +72,9 @@ def _costs(data: Any, problems: list[Problem]) -> dict[str, SchemeCost]:
             continue
         wrong = [f"{part}: {describe(value)}" for part, value in entry.items() if not _is_number(value)]
         if wrong or not isinstance(entry["max_tokens"], int):
-            problems.append(Problem(0, key, f"expected numbers, max_tokens an integer, got {', '.join(wrong) or entry}"))
+            problems.append(
+                Problem(0, key, f"expected numbers, max_tokens an integer, got {', '.join(wrong) or entry}")
+            )
             continue
         try:
             costs[name] = SchemeCost(**entry)

@@ -133,11 +133,12 @@ def leaf_template(pool: Pool, model: nn.Module) -> str | Sequence[tuple[str, str
     if not plan:
         raise InvalidInput(f"template hf: {type(model).__name__} has no _tp_plan; use template: megatron")
     roles = {"colwise": "column", "rowwise": "row"}
-    return [
+    split = [
         (f"{pattern}.weight", roles[style.split("_")[0]])
         for pattern, style in plan.items()
         if style.split("_")[0] in roles
     ]
+    return [*split, ("*", "replicate")]
 
 
 class Program:

@@ -132,12 +132,16 @@ def _fetch(state: RankState, executable: Executable, facts: StepFacts) -> RankGe
     """The micro-batches this rank runs. All ranks agree that theirs are sound, so that none is left waiting."""
     packed: list[Packed] = []
     problem = ""
+    cause: Exception | None = None
     try:
         if executable.replica is not None:
             plan = facts.plan.replicas[executable.replica]
             packed = [_pack(facts, indices) for indices in plan.micro_batches]
     except InvalidInput as error:
         problem = str(error)
+    except Exception as error:  # whatever a data set raises: the other ranks must not wait for this one
+        problem = f"rank {state.rank} cannot read its sequences: {type(error).__name__}: {error}"
+        cause = error
     world = tuple(range(state.num_ranks))
     flag = torch.tensor([float(bool(problem))], dtype=torch.float64)
     flag = yield AllReduce(world, flag, "max", "step: batch is sound")
@@ -147,7 +151,7 @@ def _fetch(state: RankState, executable: Executable, facts: StepFacts) -> RankGe
     own = torch.tensor(list(text), dtype=torch.int64)
     texts = yield AllGather(world, own, ((_MESSAGE_BYTES,),) * state.num_ranks, "step: what is wrong")
     found = [bytes(rows.tolist()).rstrip(b"\0").decode(errors="replace") for rows in texts]
-    raise InvalidInput(f"step {facts.step}: " + next(text for text in found if text))
+    raise InvalidInput(f"step {facts.step}: " + next(text for text in found if text)) from cause
 
 
 def _pack(facts: StepFacts, indices: Sequence[int]) -> Packed:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hgraph.capture import LossFunction
 from hgraph.data.batches import GlobalBatch, global_batches
+from hgraph.errors import HydraulisError, RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from runtime.calibrate import MemoryLimits, calibrate
@@ -43,9 +44,18 @@ def train(config: RunConfig) -> None:
         return
     rank, _ = init_process_group_from_env("gloo", config.timeout_s)
     channel = FailureChannel.on_default_store()
-    with rank_guard(channel):
-        _train(config, rank, channel)
-        dist.destroy_process_group()
+    try:
+        with rank_guard(channel):
+            _train(config, rank, channel)
+            dist.destroy_process_group()
+    except RankFailed:
+        raise
+    except HydraulisError:
+        # All ranks raise the same: the first to fail tells.
+        failure = channel.first_failure()
+        if failure is not None and failure.rank != rank:
+            raise SystemExit(1) from None
+        raise
 
 
 def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None:

@@ -37,7 +37,7 @@ from runtime.program import compile
 from runtime.rank_step import RankOutcome, StepFacts, rank_step
 from runtime.reference import reference_step
 from runtime.verify_batches import Assignment, Trial, plan_of
-from runtime.weights import gather
+from runtime.weights import WholeTensors
 from strategies.options import PlannerOptions
 from strategies.select import plan_step
 
@@ -118,6 +118,9 @@ class Verifier:
         )
         self.reference = copy.deepcopy(model).double()
         self._adamw = _reference_optimizer(self.reference, self.optimizer)
+        facts = self.program.captured.parameters
+        self._gradients = WholeTensors(self.program, {one.name for one in facts if one.requires_grad})
+        self._weights = WholeTensors(self.program, {one.name for one in facts})
         self._steps_done = 0
         self._explained = dict.fromkeys(dict(self.reference.named_parameters()), 0.0)
 
@@ -135,8 +138,8 @@ class Verifier:
         """Trains both on the trial's batch and returns how they compare, the same on every rank. Collective."""
         program, number = self.program, self.program.step_count
         outcomes, messages = self._program_step(trial, program.pool[strategy])
-        gradients = gather(program, {rank: outcome.gradients for rank, outcome in outcomes.items()})
-        weights = program.state_dict()
+        gradients = self._gradients.gather({rank: outcome.gradients for rank, outcome in outcomes.items()})
+        weights = self._weights.gather({rank: state.weights() for rank, state in program.ranks.items()})
         outcome = next(iter(outcomes.values()))
         deviations: tuple[Deviation, ...] = ()
         if 0 in program.cluster.local_ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from runtime.layouts import optimizer_annotation
 if TYPE_CHECKING:
     from runtime.program import Program
 
-__all__ = ["gather", "initial_value", "write_back"]
+__all__ = ["WholeTensors", "gather", "initial_value", "write_back"]
 
 _STANDARD_DEVIATION = 0.02
 
@@ -41,22 +41,32 @@ def gather(program: Program, shards: Mapping[int, Mapping[str, Tensor]]) -> dict
 
     `shards` gives, for each local rank, its shards by name; names that no rank gives are left out.
     """
-    num_ranks = program.pool.num_ranks
-    everywhere = replicated(range(num_ranks))
-    names = {name for own in shards.values() for name in own}
-    plans = {
-        facts.name: plan_reshard(
-            optimizer_annotation(facts.shape, num_ranks), everywhere, facts.shape, collectives=False
-        )
-        for facts in program.captured.parameters
-        if facts.name in names
-    }
-    generators = {
-        rank: Bridge(plans, rank, program.master_dtype, program.cluster.device).run(own, "gather whole tensors")
-        for rank, own in shards.items()
-    }
-    whole = program.cluster.run(generators)
-    return next(iter(whole.values()))
+    return WholeTensors(program, {name for own in shards.values() for name in own}).gather(shards)
+
+
+class WholeTensors:
+    """Gathers the tensors of certain names again and again; planned once."""
+
+    def __init__(self, program: Program, names: Collection[str]) -> None:
+        num_ranks = program.pool.num_ranks
+        everywhere = replicated(range(num_ranks))
+        plans = {
+            facts.name: plan_reshard(
+                optimizer_annotation(facts.shape, num_ranks), everywhere, facts.shape, collectives=False
+            )
+            for facts in program.captured.parameters
+            if facts.name in names
+        }
+        self._cluster = program.cluster
+        self._bridges = {
+            rank: Bridge(plans, rank, program.master_dtype, program.cluster.device)
+            for rank in program.cluster.local_ranks
+        }
+
+    def gather(self, shards: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns whole tensors, by the parameters' first names, from each local rank's shards. Collective."""
+        generators = {rank: self._bridges[rank].run(own, "gather whole tensors") for rank, own in shards.items()}
+        return next(iter(self._cluster.run(generators).values()))
 
 
 @torch.no_grad()

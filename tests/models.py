@@ -16,6 +16,7 @@ from runtime.models.llama import Llama, LlamaConfig
 
 __all__ = [
     "Gpt",
+    "Tiny",
     "gpt",
     "hugging_face_gpt2",
     "hugging_face_llama",
@@ -98,6 +99,36 @@ class Block(nn.Module):
         )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return attended.transpose(1, 2).contiguous().view(batch, length, hidden)
+
+
+class Tiny(nn.Module):
+    """Norm, attention and a linear layer on a residual stream, and nothing else: graphs that fit on a page."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(TinyLayer() for _ in range(layers))
+        self.head = nn.Linear(8, 10, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class TinyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, bias=False)
+        self.query, self.key, self.value, self.project = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        query, key, value = (f(y).unflatten(-1, (4, 2)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.project(attended.transpose(1, 2).flatten(2))
 
 
 def hugging_face_llama(seed: int = 0, **sizes: object) -> nn.Module:

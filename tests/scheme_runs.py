@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hgraph.capture import Captured
 from hgraph.data.packed import Packed, num_targets
-from hgraph.graph import evaluate_shape
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Replica, Scheme
 from passes.pipelines import CompiledScheme, compile_scheme
@@ -28,7 +27,7 @@ __all__ = ["Outcome", "assert_equal_to_reference", "denominator_of", "run_compil
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Loss and gradients of one step, by first parameter name; what ranks sent; the largest number of live micro-batches."""
+    """Loss and gradients of one step, by first parameter name; what ranks sent; most live micro-batches by rank."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -98,17 +97,22 @@ def _gradients(
 def _add_terms(
     total: Tensor, name: str, executors: Mapping[int, RankExecutor], results: Mapping[int, MicroBatchResult]
 ) -> bool:
+    """Adds the gradient of one use of a parameter to `total`: of several families that hold it, one."""
     annotation = next((own.gradients[name] for own in executors.values() if name in own.gradients), None)
-    if annotation is None:
+    if annotation is None or all(name not in results[rank].gradients for rank in annotation.ranks):
         return False
-    seen: set[object] = set()
-    for piece in shard_map(annotation, total.shape).pieces:
-        key = piece.box, piece.family, piece.term
-        if key in seen or name not in results[piece.rank].gradients:
-            continue
-        seen.add(key)
-        at = tuple(slice(start, stop) for start, stop in piece.box)
-        total[at] += results[piece.rank].gradients[name]
+    pieces = shard_map(annotation, total.shape).pieces
+    missing = torch.ones(total.shape, dtype=torch.bool)
+    for family in sorted({piece.family for piece in pieces}):
+        value, held = torch.zeros_like(total), torch.zeros_like(missing)
+        for box, term in {(piece.box, piece.term) for piece in pieces if piece.family == family}:
+            rank = min(p.rank for p in pieces if (p.box, p.family, p.term) == (box, family, term))
+            at = tuple(slice(start, stop) for start, stop in box)
+            value[at] += results[rank].gradients[name]
+            held[at] = True
+        total += value.masked_fill(~(held & missing), 0)
+        missing &= ~held
+    assert not missing.any(), f"gradient of {name}: some elements are on no rank"
     return True
 
 

@@ -14,7 +14,7 @@ from hgraph.data import IGNORED_LABEL, GlobalBatch, make_batch, pack
 from hgraph.strategy import Override, Pool, Replica, Scheme, Stage, Strategy
 from runtime.optimizer import AdamW
 from runtime.program import Program, compile
-from runtime.rank_step import StepFacts, rank_step
+from runtime.rank_step import RankOutcome, StepFacts, rank_step
 from runtime.reference import reference_step
 from runtime.verifier import constant_profile
 from runtime.verify_batches import Assignment, plan_of
@@ -33,6 +33,7 @@ __all__ = [
     "snapshot",
     "stages",
     "strategy",
+    "train_step",
 ]
 
 
@@ -85,19 +86,30 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def run_step(program: Program, batch: GlobalBatch, name: str, assignment: Assignment, *, update: bool = False) -> Step:
-    """Runs one step of strategy `name` by `assignment`; weights stay as they are unless `update`."""
+def run_step(program: Program, batch: GlobalBatch, name: str, assignment: Assignment) -> Step:
+    """Runs one step of strategy `name` by `assignment`; weights and optimizer stay as they are."""
+    outcomes = _run(program, batch, name, assignment, update=False)
+    outcome = next(iter(outcomes.values()))
+    gradients = gather(program, {rank: own.gradients for rank, own in outcomes.items()})
+    return Step(outcome.loss, outcome.grad_norm, gradients)
+
+
+def train_step(program: Program, batch: GlobalBatch, name: str, assignment: Assignment) -> float:
+    """Trains on a batch and returns its loss."""
+    return next(iter(_run(program, batch, name, assignment, update=True).values())).loss
+
+
+def _run(
+    program: Program, batch: GlobalBatch, name: str, assignment: Assignment, *, update: bool
+) -> dict[int, RankOutcome]:
     chosen = program.pool[name]
     plan = plan_of(assignment, chosen, program.profile, batch.lengths, program.step_count)
     facts = StepFacts(program.step_count, batch, plan, chosen, program.vocab_size)
     generators = {
-        rank: rank_step(state, facts, keep_gradients=True, update=update) for rank, state in program.ranks.items()
+        rank: rank_step(state, facts, keep_gradients=not update, update=update) for rank, state in program.ranks.items()
     }
     with torch.no_grad():
-        outcomes = program.cluster.run(generators)
-    outcome = next(iter(outcomes.values()))
-    gradients = gather(program, {rank: own.gradients for rank, own in outcomes.items()})
-    return Step(outcome.loss, outcome.grad_norm, gradients)
+        return program.cluster.run(generators)
 
 
 def expected_step(model: nn.Module, loss: Callable[..., Tensor], batch: GlobalBatch) -> Step:

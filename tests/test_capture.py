@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ from hgraph.strategy import Scheme
 from passes.pipelines import compile_scheme, normalized
 from passes.rules.table import RULES
 from tests.models import (
-    Gpt,
     gpt,
     hugging_face_gpt2,
     hugging_face_llama,
@@ -35,6 +35,11 @@ VOCABULARY, HIDDEN = 61, 24
 
 def small_llama() -> nn.Module:
     return llama(layers=1, hidden=24, heads=4, kv_heads=2, ffn=20, vocab_size=VOCABULARY)
+
+
+@functools.cache
+def llama_capture() -> Captured:
+    return capture(small_llama(), language_loss)
 
 
 class Word(nn.Module):
@@ -72,9 +77,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], LossFunction, str, int]] = {
 @pytest.mark.case(124)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_as_strangers_write_them_are_traced(name: str) -> None:
+    """They run as they do alone, and the user's model is as before."""
     make, loss, layers, num_layers = MODELS[name]
     model = make()
+    before, values = state_of(model), copy.deepcopy(model.state_dict())
     captured = normalized(capture(model, loss), exact=True)
+    assert state_of(model) == before
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
     assert (captured.layers, captured.num_layers) == (layers, num_layers)
     operators = {node.target for node in captured.graph.nodes if node.op == "call_function"}
     assert operators - set(RULES) == {getitem for getitem in operators if getattr(getitem, "__name__", "") == "getitem"}
@@ -89,14 +98,14 @@ def test_every_node_says_where_it_comes_from() -> None:
     nodes = {node.name: info(node) for node in captured.graph.nodes if node.op == "call_function"}
     facts = nodes["addmm"]
     assert (facts.module, facts.module_class, facts.phase) == ("blocks.0.query", "Linear", "forward")
-    assert facts.source.startswith(f"{Gpt.__module__.replace('.', '/')}.py:"[-10:]) or "/tests/models.py:" in facts.source
+    assert "/tests/models.py:" in facts.source
     assert all(facts.source for facts in nodes.values())
     backward = [facts for facts in nodes.values() if facts.phase == "backward" and facts.module == "blocks.0.query"]
     assert backward and {own.source for own in backward} == {facts.source}
 
 
 def test_inputs_are_named_and_shapes_are_symbolic() -> None:
-    captured = capture(small_llama(), language_loss)
+    captured = llama_capture()
     shapes = {info(node).name: info(node).shape for node in captured.graph.nodes if info(node).role == "input"}
     assert shapes == {"tokens": (TOKENS,), "positions": (TOKENS,), "labels": (TOKENS,), "cu_seqlens": (BOUNDARIES,)}
     assert captured.outputs[0] == "loss"
@@ -104,14 +113,12 @@ def test_inputs_are_named_and_shapes_are_symbolic() -> None:
 
 
 def test_capture_is_deterministic() -> None:
-    texts = {annotated_text(capture(small_llama(), language_loss).graph) for _ in range(2)}
-    assert len(texts) == 1
+    assert annotated_text(capture(small_llama(), language_loss).graph) == annotated_text(llama_capture().graph)
 
 
 def test_parameters_may_be_on_meta() -> None:
-    model = small_llama()
-    expected = annotated_text(capture(model, language_loss).graph)
-    assert annotated_text(capture(model.to("meta"), language_loss).graph) == expected
+    captured = capture(small_llama().to("meta"), language_loss)
+    assert annotated_text(captured.graph) == annotated_text(llama_capture().graph)
 
 
 def test_tied_parameters_are_one_parameter_with_two_names() -> None:
@@ -134,15 +141,11 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_users_model_is_as_before(name: str, training: bool) -> None:
-    make, loss, *_ = MODELS[name]
-    model = make().train(training)
-    before, values = state_of(model), copy.deepcopy(model.state_dict())
-    capture(model, loss)
+def test_a_model_set_to_evaluate_stays_so() -> None:
+    model = gpt(layers=1).eval()
+    before = state_of(model)
+    capture(model, language_loss)
     assert state_of(model) == before
-    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
 
 
 def test_the_users_model_is_as_before_where_capture_fails() -> None:
@@ -165,7 +168,7 @@ def test_the_users_model_is_as_before_where_capture_fails() -> None:
 @pytest.fixture(scope="module")
 def compiled() -> tuple[nn.Module, Captured, Any]:
     model = small_llama()
-    captured = normalized(capture(model, language_loss), exact=True)
+    captured = normalized(llama_capture(), exact=True)
     return model, captured, compile_scheme(captured, Scheme.uniform(1))
 
 
@@ -222,16 +225,16 @@ class Scaled(Word):
         return self.head(x + self.down(F.silu(self.up(x)) * self.inner_scale))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_buffers_frozen_and_unused_parameters(tp: int) -> None:
+def test_buffers_frozen_and_unused_parameters() -> None:
     model = Scaled()
     captured = normalized(capture(model, language_loss), exact=True)
     assert set(captured.buffers) == {"scale", "inner_scale"}
     assert {facts.name for facts in captured.parameters if not facts.requires_grad} == {"frozen"}
     batches, sequences = random_batches([(5, 1), (9,)], VOCABULARY)
-    outcome = run_scheme(captured, Scheme.uniform(tp), model, batches)
-    assert_equal_to_reference(outcome, model, language_loss, sequences)
-    assert not {"frozen", "unused.weight", "unused.bias"} & set(outcome.gradients)
+    for tp in (1, 2, 3):
+        outcome = run_scheme(captured, Scheme.uniform(tp), model, batches)
+        assert_equal_to_reference(outcome, model, language_loss, sequences)
+        assert not {"frozen", "unused.weight", "unused.bias"} & set(outcome.gradients)
 
 
 def weighted_loss(model: nn.Module, packed: Packed) -> Tensor:
@@ -240,9 +243,8 @@ def weighted_loss(model: nn.Module, packed: Packed) -> Tensor:
     return (losses * packed.fields["weight"]).sum()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_field_per_token(tp: int) -> None:
-    model = small_llama()
+def test_a_field_per_token() -> None:
+    model = gpt(layers=1)
     example = {"weight": torch.ones(24, dtype=torch.float64)}
     captured = normalized(capture(model, weighted_loss, fields=example), exact=True)
     assert captured.extra_fields == ("weight",)
@@ -250,8 +252,9 @@ def test_a_field_per_token(tp: int) -> None:
     weights = [torch.linspace(0, 1, len(row), dtype=torch.float64) for row in rows]
     batch = pack(rows, token_fields={"weight": weights})
     alone = [pack([row], token_fields={"weight": [weight]}) for row, weight in zip(rows, weights, strict=True)]
-    outcome = run_scheme(captured, Scheme.uniform(tp), model, [batch], 3.5)
-    assert_equal_to_reference(outcome, model, weighted_loss, alone, 3.5)
+    for tp in (1, 2):
+        outcome = run_scheme(captured, Scheme.uniform(tp), model, [batch], 3.5)
+        assert_equal_to_reference(outcome, model, weighted_loss, alone, 3.5)
 
 
 def test_fields_that_cannot_be() -> None:
@@ -266,7 +269,7 @@ def test_a_field_per_sequence_is_symbolic_in_their_number() -> None:
     def loss(model: nn.Module, packed: Packed) -> Tensor:
         return language_loss(model, packed) + packed.fields["offset"].sum()
 
-    captured = capture(small_llama(), loss, fields={"offset": torch.ones(3, dtype=torch.float64)})
+    captured = capture(Word(lambda x, tokens, positions: x), loss, fields={"offset": torch.ones(3, dtype=torch.float64)})
     (shape,) = [info(node).shape for node in captured.graph.nodes if info(node).name == "offset"]
     assert shape == (BOUNDARIES - 1,)
 
@@ -278,9 +281,9 @@ def test_a_label_of_the_vocabulary_may_be_ignored(ignored: int) -> None:
         labels = packed.labels.masked_fill(packed.labels < 0, ignored)
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignored)
 
-    model = small_llama()
+    model = gpt(layers=1, vocab_size=7)
     captured = normalized(capture(model, loss), exact=True)
-    batches, sequences = random_batches([(9, 4)], 5)
+    batches, sequences = random_batches([(9, 4)], 7)
     outcome = run_scheme(captured, Scheme.uniform(3), model, batches)
     assert_equal_to_reference(outcome, model, loss, sequences)
 
@@ -343,11 +346,11 @@ REFUSED_MODELS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]
         "no sharding rule for aten.roll.default",
     ),
     "the first token": (lambda x, tokens, positions: x + x[:, :1], "cuts the token dim"),
-    "halves of the tokens": (
+    "pieces of twelve tokens": (
         lambda x, tokens, positions: torch.cat(x.split(12, 1), 1),
-        "",
+        "would hold for some batches only",
     ),
-    "tokens joined": (lambda x, tokens, positions: torch.cat([x, x], 1)[:, : x.shape[1]], ""),
+    "tokens joined": (lambda x, tokens, positions: torch.cat([x, x], 1)[:, : x.shape[1]], "cuts the token dim"),
     "a mean over tokens": (lambda x, tokens, positions: x - x.mean(1, keepdim=True), "takes a mean over tokens"),
     "a sum over tokens": (
         lambda x, tokens, positions: x - x.sum(1, keepdim=True),
@@ -437,7 +440,7 @@ REFUSED_LOSSES: dict[str, tuple[Any, str]] = {
 def test_losses_that_are_refused(name: str) -> None:
     loss, message = REFUSED_LOSSES[name]
     with pytest.raises(CaptureError) as raised:
-        normalized(capture(small_llama(), loss))
+        normalized(capture(Word(lambda x, tokens, positions: x), loss))
     assert message in str(raised.value)
     assert "/tests/test_capture.py:" in str(raised.value)
 
@@ -453,10 +456,10 @@ def test_losses_that_are_no_scalar() -> None:
 def test_sums_of_sums_and_scalings_are_fine() -> None:
     def loss(model: nn.Module, packed: Packed) -> Tensor:
         logits = model(packed.tokens[None], packed.positions[None])[0]
-        sharp = logits.logsumexp(-1).square().sum() if False else logits.square().sum()
+        sharp = logits.square().sum()
         return 0.5 * F.cross_entropy(logits, packed.labels, reduction="sum") - sharp / 7 + 1e-3 * sharp
 
-    model = small_llama()
+    model = Word(lambda x, tokens, positions: x)
     captured = normalized(capture(model, loss), exact=True)
     batches, sequences = random_batches([(5, 1), (9,)], VOCABULARY)
     outcome = run_scheme(captured, Scheme.uniform(2), model, batches)

@@ -54,7 +54,8 @@ def command(
       hgraph check examples/first_light/strategies.yaml --json
     """
     if file is not None and config_path is not None and "=" in file:
-        file, settings = None, (file, *settings)
+        settings = (file, *settings)
+        file = None
     if settings and config_path is None:
         raise InvalidInput(f"expected one file, got {settings[0]!r} as well; settings need --config RUN.yaml")
     if config_path is None:
@@ -123,14 +124,18 @@ def _show(report: PoolReport) -> None:
 
 def _as_data(report: PoolReport) -> dict[str, object]:
     pool = report.pool
-    strategies = [] if pool is None else [
-        {
-            "name": strategy.name,
-            "replicas": [{"scheme": str(r.scheme), "ranks": list(r.ranks)} for r in strategy.replicas],
-            "idle_ranks": [rank for rank in range(pool.num_ranks) if rank not in strategy.ranks],
-        }
-        for strategy in pool.strategies
-    ]
+    strategies = (
+        []
+        if pool is None
+        else [
+            {
+                "name": strategy.name,
+                "replicas": [{"scheme": str(r.scheme), "ranks": list(r.ranks)} for r in strategy.replicas],
+                "idle_ranks": [rank for rank in range(pool.num_ranks) if rank not in strategy.ranks],
+            }
+            for strategy in pool.strategies
+        ]
+    )
     return {
         "path": report.path,
         "ok": not report.problems,

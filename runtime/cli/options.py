@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "captured_model",
     "config_option",
-    "facts_of",
     "json_option",
     "load_run_config",
     "make_model",
@@ -82,7 +81,9 @@ def load_run_config(config_path: str | None, pool_path: str | None, settings: Se
     `pool_path` replaces the pool that the configuration names. Raises `InvalidInput` where neither is given.
     """
     if config_path is None and pool_path is None:
-        raise InvalidInput("expected --config RUN.yaml or --pool FILE; a run or a pool is needed to know the strategies")
+        raise InvalidInput(
+            "expected --config RUN.yaml or --pool FILE; a run or a pool is needed to know the strategies"
+        )
     with working("loading"):
         from runtime.config import load_config, parse_config
     overrides = list(settings)
@@ -97,27 +98,21 @@ def make_model(config: RunConfig, *, on_meta: bool = False) -> nn.Module:
     """Returns the model of a configuration in its dtype; `on_meta` leaves out the weights where possible."""
     import torch
 
-    from runtime.models import build_model
+    from runtime.models.build import build_model
 
-    model = build_model(config.model, seed=config.seed, on_meta=on_meta)
-    return model.to({"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[config.dtype])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return build_model(config.model, on_meta=on_meta).to(getattr(torch, config.dtype))
 
 
 def captured_model(config: RunConfig) -> tuple[nn.Module, Captured]:
     """Returns the model of a configuration, without weights where possible, and its graph as captured."""
     with working("tracing the model"):
         from hgraph.capture import capture
-        from runtime.models import build_loss
+        from runtime.models.build import loss_of
 
         model = make_model(config, on_meta=True)
-        return model, capture(model, build_loss(model))
-
-
-def facts_of(config: RunConfig) -> ModelFacts | None:
-    """Returns what a strategy file is checked against."""
-    from runtime.facts import model_facts
-
-    return model_facts(captured_model(config)[1])
+        return model, capture(model, loss_of(model))
 
 
 def read_pool(config: RunConfig, facts: ModelFacts | None) -> Pool:

@@ -41,6 +41,17 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_CANDIDATE_HEADERS = ("", "strategy", "predicted ms", "bound ms", "gap", "why")
+_REPLICA_HEADERS = (
+    "replica",
+    "scheme",
+    "ranks",
+    "micro-batches (tokens)",
+    "sequences",
+    "tokens",
+    "predicted ms",
+    "decided by",
+)
 _SHOWN_MICRO_BATCHES = 5
 
 
@@ -112,7 +123,8 @@ def _lengths_of_text(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", part)
         if match is None or int(match[2]) < 1:
             raise InvalidInput(
-                f"--lengths: item {position}: expected a length of 1 token or more, or COUNTxLENGTH, got {part.strip()!r}"
+                f"--lengths: item {position}: expected a length of 1 token or more, or COUNTxLENGTH, "
+                f"got {part.strip()!r}"
             )
         numbers += [int(match[2])] * int(match[1] or 1)
     if not numbers:
@@ -156,7 +168,7 @@ def _calibrated(config: RunConfig) -> tuple[Pool, Profile, str]:
     with working("compiling the pool and measuring its costs"), _one_thread():
         from runtime.calibrate import MemoryLimits, calibrate
         from runtime.cluster import SimulatedCluster
-        from runtime.models import build_loss
+        from runtime.models.build import loss_of
         from runtime.program import Program, compile
 
         measured: list[str] = []
@@ -173,7 +185,7 @@ def _calibrated(config: RunConfig) -> tuple[Pool, Profile, str]:
 
         model = make_model(config, on_meta=True)
         cluster = SimulatedCluster(num_ranks)
-        with compile(model, build_loss(model), path, profile=profile_of, depth=0, cluster=cluster) as program:
+        with compile(model, loss_of(model), path, profile=profile_of, depth=0, cluster=cluster) as program:
             profile = program.planning.profile
     cache = config.calibration.cache
     kept = f", kept in {cache}" if cache is not None else ""
@@ -183,7 +195,7 @@ def _calibrated(config: RunConfig) -> tuple[Pool, Profile, str]:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Measures as training runs: one thread a rank. Several would wait for each other's turn, worst on a busy machine."""
+    """Measures as training runs: one thread a rank. Several would wait for each other, worst on a busy machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -200,39 +212,50 @@ def _show(plan: StepPlan, explanation: Explanation, pool: Pool, lengths: Sequenc
         f"{_count(len(lengths), 'sequence')}, {sum(lengths):,} tokens, the longest {max(lengths):,}; "
         f"{_count(len(pool.strategies), 'strategy')} on {_count(pool.num_ranks, 'rank')}; costs {origin}"
     )
-    headers = ("", "strategy", "predicted ms", "bound ms", "gap", "why")
-    rows = [
-        (
+    console.print(table("Strategies", _CANDIDATE_HEADERS, _candidate_rows(explanation), numbers=(2, 3, 4)))
+    rows = _replica_rows(plan, explanation, lengths)
+    console.print(table(f"Replicas of {plan.strategy}", _REPLICA_HEADERS, rows, numbers=(4, 5, 6)))
+    click.echo(
+        f"predicted {plan.predicted_ms:,.1f} ms, bridges included; lower bound of the pool {plan.bound_ms:,.1f} ms, "
+        f"gap {plan.gap:.1%}; slowest replica over mean {explanation.imbalance:.2f}; "
+        f"planned by {plan.solver} in {plan.plan_ms:.0f} ms"
+    )
+
+
+def _candidate_rows(explanation: Explanation) -> list[list[str]]:
+    return [
+        [
             ">" if row.is_taken else "",
             row.strategy,
             _ms(row.predicted_ms),
             _ms(row.bound_ms),
             "-" if row.gap is None else f"{row.gap:.1%}",
             row.reason,
-        )
+        ]
         for row in explanation.candidates
     ]
-    console.print(table("Strategies", headers, rows, numbers=(2, 3, 4)))
-    headers = ("replica", "scheme", "ranks", "micro-batches (tokens)", "sequences", "tokens", "predicted ms", "decided by")
-    rows = [
-        (
-            f"{row.replica}{' (slowest)' if row.is_slowest and len(explanation.replicas) > 1 else ''}",
-            row.scheme,
-            ranks_text(row.ranks),
-            _micro_batches(plan, row.replica, lengths),
-            f"{row.num_sequences:,}",
-            f"{row.tokens:,}",
-            _ms(row.predicted_ms),
-            "idle" if row.deciding_sequence is None else f"sequence {row.deciding_sequence}: {row.deciding_length:,} tokens",
+
+
+def _replica_rows(plan: StepPlan, explanation: Explanation, lengths: Sequence[int]) -> list[list[str]]:
+    rows = []
+    for row in explanation.replicas:
+        slowest = " (slowest)" if row.is_slowest and len(explanation.replicas) > 1 else ""
+        decided = "idle"
+        if row.deciding_sequence is not None:
+            decided = f"sequence {row.deciding_sequence}: {row.deciding_length:,} tokens"
+        rows.append(
+            [
+                f"{row.replica}{slowest}",
+                row.scheme,
+                ranks_text(row.ranks),
+                _micro_batches(plan, row.replica, lengths),
+                f"{row.num_sequences:,}",
+                f"{row.tokens:,}",
+                _ms(row.predicted_ms),
+                decided,
+            ]
         )
-        for row in explanation.replicas
-    ]
-    console.print(table(f"Replicas of {plan.strategy}", headers, rows, numbers=(4, 5, 6)))
-    click.echo(
-        f"predicted {plan.predicted_ms:,.1f} ms, bridges included; lower bound of the pool {plan.bound_ms:,.1f} ms, "
-        f"gap {plan.gap:.1%}; slowest replica over mean {explanation.imbalance:.2f}; "
-        f"planned by {plan.solver} in {plan.plan_ms:.0f} ms"
-    )
+    return rows
 
 
 def _micro_batches(plan: StepPlan, replica: int, lengths: Sequence[int]) -> str:

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from runtime.config import RunConfig
+
 __all__ = ["command"]
+
+
+def check_pool(config: RunConfig) -> None:
+    """Raises what is wrong with the pool before any process is started."""
+    from hgraph.errors import InvalidInput
+    from hgraph.strategy_file import load_pool
+
+    pool = load_pool(config.pool)
+    if pool.num_ranks != config.num_processes:
+        raise InvalidInput(
+            f"{config.pool} is for {pool.num_ranks} ranks, but num_processes is {config.num_processes}; use "
+            f"num_processes={pool.num_ranks}, or change `ranks` in the file"
+        )
 
 
 @click.command("train", context_settings={"ignore_unknown_options": False})
@@ -34,6 +51,7 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     overrides += [f"name={name}"] if name is not None else []
     loaded = load_config(config, overrides)
     if loaded.num_processes > 1 and not is_launched():
+        check_pool(loaded)
         sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides]))
     from runtime.train import train
 

@@ -7,42 +7,35 @@ import os
 import sys
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from hgraph.capture import LossFunction
-from hgraph.data.losses import causal_lm_loss
+from hgraph.data.losses import causal_lm_loss, token_loss
 from hgraph.data.packed import Packed
 from hgraph.errors import InvalidInput
+from hgraph.installation import PACKAGES
 from runtime.config import ModelConfig
 from runtime.models.llama import Llama
 
 __all__ = ["build_model", "llama_loss", "loss_of"]
 
 
-def build_model(config: ModelConfig) -> nn.Module:
-    """Returns the model that `config` says; `factory` is looked up from the current folder, then where Python looks."""
-    if config.factory is None:
+def build_model(config: ModelConfig, *, on_meta: bool = False) -> nn.Module:
+    """Returns the model that `config` says; `factory` is looked up where Python looks, and in the current folder.
+
+    With `on_meta` the Llama that comes along has shapes and no weights; a factory decides for itself. Raises
+    `InvalidInput` where there is no such function, where it fails, or where it returns something else than a module.
+    """
+    if config.factory is not None:
+        return _from_factory(config.factory, config.arguments)
+    with torch.device("meta" if on_meta else "cpu"):
         return Llama(config.llama())
-    module_name, _, function = config.factory.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        make: Any = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"model.factory: cannot find {config.factory}: {error}") from error
-    model = make(**config.arguments)
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            f"model.factory: expected {config.factory} to return an nn.Module, got {type(model).__name__}"
-        )
-    return model
 
 
 def llama_loss(model: nn.Module, packed: Packed) -> Tensor:
     """Returns the cross entropy of `Llama`, summed over labelled tokens."""
-    logits_TV = model(packed.tokens[None], packed.positions[None])[0]
-    return F.cross_entropy(logits_TV, packed.labels, reduction="sum")
+    return token_loss(model(packed.tokens[None], packed.positions[None])[0], packed)
 
 
 def _own_loss(model: nn.Module, packed: Packed) -> Tensor:
@@ -58,3 +51,52 @@ def loss_of(model: nn.Module) -> LossFunction:
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         return causal_lm_loss()
     return llama_loss
+
+
+def _from_factory(factory: str, arguments: dict[str, object]) -> nn.Module:
+    module_name, _, function_name = factory.partition(":")
+    _allow_current_folder()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InvalidInput(f"model.factory {factory}: {_import_fault(module_name, error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        raise InvalidInput(
+            f"model.factory {factory}: {module_name} ({module.__file__}) has no function {function_name!r}; "
+            f"it has {', '.join(known) or 'none'}"
+        )
+    try:
+        model = function(**arguments)
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise InvalidInput(
+            f"model.factory {factory}: {function_name}({given}) failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model.factory {factory}: expected an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _import_fault(module_name: str, error: Exception) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+        return (
+            f"there is no module {missing!r} in {os.getcwd()} or among the installed packages; "
+            "start from the folder that it lies in, or install it"
+        )
+    return f"importing {module_name} failed: {type(error).__name__}: {error}"
+
+
+def _allow_current_folder() -> None:
+    """Makes modules of the current folder importable, as `python script.py` does and console scripts do not.
+
+    At the end of the search path, and for good: ours cannot be hidden by a file there, and functions of the module may
+    import more from its folder when they run.
+    """
+    for package in PACKAGES:
+        importlib.import_module(package)
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
