@@ -56,10 +56,10 @@ class ParameterFacts:
 class Captured:
     """A joint graph and what its placeholders and outputs mean.
 
-    Placeholders carry `role` and `name` in their `NodeInfo`. `outputs` says what each output of the graph is: `loss` for the
-    loss sum, else the name a parameter is used by, for its gradient (None for inputs without gradient). `layers` is the
-    path of the module list whose entries are the model's layers, or None. `buffers` holds the values of buffers (they
-    are inputs of the graph).
+    Placeholders carry `role` and `name` in their `NodeInfo`. `outputs` says what each output of the graph is: `loss`
+    for the loss sum, else the name a parameter is used by, for its gradient (None for inputs without gradient).
+    `layers` is the path of the module list whose entries are the model's layers, or None. `buffers` holds the values
+    of buffers (they are inputs of the graph).
     """
 
     graph: fx.Graph
@@ -337,7 +337,8 @@ def _captured(
         target = getattr(getattr(descriptor, "grad_of", None), "target", None)
         names.append(None if node is None or target is None else target.removeprefix("model."))
     if not any(names[1:]):
-        raise CaptureError(f"the loss depends on no trained parameter of {type(model).__name__}; nothing would be learnt")
+        name = type(model).__name__
+        raise CaptureError(f"the loss depends on no trained parameter of {name}; nothing would be learnt")
     layers = _layer_list(model)
     return Captured(
         graph=graph,
@@ -361,4 +362,3 @@ def _layer_list(model: nn.Module) -> str | None:
         if size > best_size:
             best, best_size = path, size
     return best
-

@@ -127,7 +127,7 @@ def where(node: fx.Node) -> str:
     """Returns where a node comes from, for messages: operator, module and the user's source line."""
     facts = info(node)
     module = f"module {facts.module or '(root)'}" + (f" ({facts.module_class})" if facts.module_class else "")
-    return f"{node.target} [{node.name}] in {module}" + (f", {facts.source}" if facts.source else "")
+    return f"{_target_text(node.target)} [{node.name}] in {module}" + (f", {facts.source}" if facts.source else "")
 
 
 def neighbourhood(node: fx.Node, lines: int = 10) -> str:
@@ -135,9 +135,7 @@ def neighbourhood(node: fx.Node, lines: int = 10) -> str:
     nodes = list(node.graph.nodes)
     index = nodes.index(node)
     start = max(0, index - lines // 2)
-    return "\n".join(
-        f"{'->' if other is node else '  '} {node_text(other)}" for other in nodes[start : start + lines]
-    )
+    return "\n".join(f"{'->' if other is node else '  '} {node_text(other)}" for other in nodes[start : start + lines])
 
 
 def node_text(node: fx.Node) -> str:

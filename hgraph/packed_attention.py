@@ -6,10 +6,13 @@ Documents of zero length are skipped (the CPU flash kernel cannot take them).
 
 The pair is registered with fakes and autograd, so that it traces with symbolic T; inside it autograd does not run.
 `query_head_start`, `key_head_start` and `heads_per_key` say which key/value head a query head reads where a rank holds
-only some of the heads: local query head i reads local key head (query_head_start + i) // heads_per_key - key_head_start.
+only some of the heads: local query head i reads local key head
+(query_head_start + i) // heads_per_key - key_head_start.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -79,7 +82,9 @@ def _backward(
     key_head_start: int,
     heads_per_key: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_query, grad_key, grad_value = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
     heads = _key_heads(query, key, query_head_start, key_head_start, heads_per_key)
     for start, stop in _documents(cu_seqlens):
         parts = (_document(query, start, stop), *_expand(key, value, heads, start, stop))
@@ -122,7 +127,7 @@ torch.library.register_autograd("hydraulis::packed_attention", _autograd, setup_
 
 def _documents(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     bounds = cu_seqlens.tolist()
-    return [(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]
+    return [(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start]
 
 
 def _key_heads(query: Tensor, key: Tensor, query_start: int, key_start: int, heads_per_key: int) -> Tensor:

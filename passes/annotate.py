@@ -4,8 +4,9 @@ Stages. A forward node of layer i runs on the stage that holds layer i; what com
 what comes after runs on the last stage. What derives from inputs alone has no stage and is recomputed where needed.
 A backward node follows its forward node, but never runs on a later stage than its backward inputs.
 
-Leaves. The `megatron` template reads the roles off the graph (Megatron-LM, arXiv 1909.08053, section 3): a linear layer fed
-by the residual stream is split by columns, one fed by split activations by rows, embedding and head by vocabulary.
+Leaves. The `megatron` template reads the roles off the graph (Megatron-LM, arXiv 1909.08053, section 3): a linear
+layer fed by the residual stream is split by columns, one fed by split activations by rows, embedding and head by
+vocabulary.
 Weights around attention are cut between whole heads. A template given by names, or overrides, replace these roles.
 """
 
@@ -76,7 +77,8 @@ def assign_stages(graph: fx.Graph, captured: Captured, scheme: Scheme) -> None:
         if facts.phase == "forward" and facts.stage is not None and facts.sequence >= 0:
             by_sequence[facts.sequence] = max(facts.stage, by_sequence.get(facts.sequence, 0))
     for node in reversed(graph.nodes):
-        stages = [stage for user in node.users if user.op == "call_function" and (stage := info(user).stage) is not None]
+        of_users = [info(user).stage for user in node.users if user.op == "call_function"]
+        stages = [stage for stage in of_users if stage is not None]
         if _from_parameters_alone(node) and stages:
             info(node).stage = min(stages)
 
@@ -89,7 +91,7 @@ def _from_parameters_alone(node: fx.Node) -> bool:
 
 def _layer_stages(captured: Captured, scheme: Scheme) -> dict[int, int]:
     if scheme.pp == 1:
-        return {layer: 0 for layer in range(captured.num_layers)}
+        return dict.fromkeys(range(captured.num_layers), 0)
     if captured.layers is None:
         raise InvalidInput(
             f"scheme {scheme}: pp={scheme.pp}, but the model has no list of layers (nn.ModuleList or nn.Sequential) to "
@@ -282,6 +284,11 @@ def _leaf(facts: NodeInfo, role: str, heads: _Heads | None, ranks: tuple[int, ..
         raise InvalidInput(f"parameter {facts.name} of {len(shape)} dims cannot be split by '{role}'; use 'replicate'")
     if heads is None or role == "vocab":
         return sharded(ranks, dim)
+    if len(ranks) > heads.queries:
+        raise InvalidInput(
+            f"parameter {facts.name}: tp={len(ranks)} is above the {heads.queries} query heads; use a tp of at most "
+            "that"
+        )
     if not heads.is_query and len(ranks) > heads.keys:
         return replicated(ranks)
     units = heads.queries if len(ranks) > heads.keys else heads.keys
@@ -313,9 +320,9 @@ def _apply(
             continue
         for node in _outputs_of_module(graph, module):
             found = True
-            stage = info(node).stage
-            assert stage is not None
-            _check_override(override, annotation, info(node), scheme.stage_ranks(stage))
+            own = info(node).stage
+            assert own is not None
+            _check_override(override, annotation, info(node), scheme.stage_ranks(own))
             activations[node] = annotation
     if not found:
         raise InvalidInput(f"override {override.pattern!r}: matches no parameter and no module with an output")
@@ -348,5 +355,7 @@ def _outputs_of_module(graph: fx.Graph, module: str) -> list[fx.Node]:
         and info(node).is_tensor
         and info(node).stage is not None
         and inside(node)
-        and any(user.op == "call_function" and info(user).phase == "forward" and not inside(user) for user in node.users)
+        and any(
+            user.op == "call_function" and info(user).phase == "forward" and not inside(user) for user in node.users
+        )
     ]

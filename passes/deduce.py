@@ -1,7 +1,8 @@
 """Deduce: an annotation on every value, forward and backward, from the leaves and the operators' rules.
 
-Partial values flow through sums of equal partials, negation, scaling, views and casts that do not round. If any consumer
-needs a value reduced, it is reduced at its producer and every consumer uses the reduced one: a fixpoint of a few sweeps.
+Partial values flow through sums of equal partials, negation, scaling, views and casts that do not round. If any
+consumer needs a value reduced, it is reduced at its producer and every consumer uses the reduced one: a fixpoint of a
+few sweeps.
 """
 
 from __future__ import annotations
@@ -83,9 +84,7 @@ def _sweep(
     return found
 
 
-def _apply_rule(
-    node: fx.Node, scheme: Scheme, leaves: Leaves, wanted: Mapping[fx.Node, Annotation]
-) -> set[fx.Node]:
+def _apply_rule(node: fx.Node, scheme: Scheme, leaves: Leaves, wanted: Mapping[fx.Node, Annotation]) -> set[fx.Node]:
     facts = info(node)
     assert facts.stage is not None
     inputs = tensor_inputs(node)
@@ -121,9 +120,7 @@ def _crosses(value: fx.Node, stage: int) -> bool:
     return facts.role == "operator" and facts.stage is not None and facts.stage != stage
 
 
-def _visible(
-    node: fx.Node, produced: Annotation | None, leaves: Leaves, reduce_at: set[fx.Node]
-) -> Annotation | None:
+def _visible(node: fx.Node, produced: Annotation | None, leaves: Leaves, reduce_at: set[fx.Node]) -> Annotation | None:
     if produced is None:
         return None
     if node in leaves.activations:

@@ -1,15 +1,16 @@
 """Normalise: brings a captured graph to the few forms that the other passes know.
 
-Aliases fold away (detach, full slices, casts to the same dtype, clone, t(t(x))); split becomes slices; select of a dim of size 1
-becomes squeeze; views become `reshape`; mean becomes a sum and a division by the global count; addmm becomes a product
-and a sum, so that a bias is added once, after the reduction. Size arguments become the expressions of the node's shape:
-no node depends on another for its size.
+Aliases fold away (detach, full slices, casts to the same dtype, clone, t(t(x))); split becomes slices; select of a dim
+of size 1 becomes squeeze; views become `reshape`; mean becomes a sum and a division by the global count; addmm becomes
+a product and a sum, so that a bias is added once, after the reduction. Size arguments become the expressions of the
+node's shape: no node depends on another for its size.
 
 With `exact`, casts to float32 become casts to float64, so that models that cast inside can be compared in float64.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from hgraph.errors import CaptureError
-from hgraph.graph import TOKENS, info, int_argument, where
+from hgraph.graph import info, int_argument, where
 from passes.rewriting import eliminate_dead_code, insert, replace_uses
 from passes.rules.table import RULES
 
@@ -73,8 +74,8 @@ def _slice(node: fx.Node) -> None:
     size = info(source).shape[int_argument(node, 1, 0)]
     if not isinstance(size, int):
         raise CaptureError(
-            f"{where(node)} cuts the token dim, so that the graph would mix documents or drop tokens. Labels are already "
-            "shifted in packed.labels, and positions are in packed.positions"
+            f"{where(node)} cuts the token dim, so that the graph would mix documents or drop tokens. Labels are "
+            "already shifted in packed.labels, and positions are in packed.positions"
         )
     return None
 
@@ -149,15 +150,15 @@ def _nll(node: fx.Node) -> None:
         raise CaptureError(f"{where(node)}: class weights are not supported; weigh tokens in the loss instead")
     if node.args[first + 1] == 1:
         raise CaptureError(
-            f"{where(node)} takes the mean over the labels of one micro-batch, which would weigh micro-batches unequally. "
-            "Use reduction='sum'; the division by the number of labels in the whole step is done for you"
+            f"{where(node)} takes the mean over the labels of one micro-batch, which would weigh micro-batches "
+            "unequally. Use reduction='sum'; the division by the number of labels in the whole step is done for you"
         )
 
 
 def _dropout(node: fx.Node) -> None:
     raise CaptureError(
-        f"{where(node)} drops at random; masks that do not change with the layout are not there yet. Set dropout to 0 in "
-        "the configuration, or call model.eval() before compiling"
+        f"{where(node)} drops at random; masks that do not change with the layout are not there yet. Set dropout to "
+        "0 in the configuration, or call model.eval() before compiling"
     )
 
 
@@ -223,9 +224,8 @@ def _forget_sizes(graph: fx.Graph) -> None:
     Operators without a rule are left to the verifier, which says so.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or info(node).is_tensor is False and node.target is not operator.getitem:
-            continue
-        node.args = fx.node.map_aggregate(node.args, lambda argument: _size_text(node, argument))
+        if node.op == "call_function" and (info(node).is_tensor or node.target is operator.getitem):
+            node.args = fx.node.map_aggregate(node.args, functools.partial(_size_text, node))
 
 
 def _size_text(node: fx.Node, argument: Any) -> Any:
@@ -235,9 +235,9 @@ def _size_text(node: fx.Node, argument: Any) -> Any:
         return argument
     if node.target in RULES and node.target not in _SIZED:
         raise CaptureError(
-            f"{where(node)} computes with a size or with a value read from a tensor ({where(argument)}), which would tie the "
-            "graph to one batch. Leave sizes of the batch out of the arithmetic (the division by the number of labels is done "
-            "for you), or read the value from a per-token field of packed"
+            f"{where(node)} computes with a size or with a value read from a tensor ({where(argument)}), which would "
+            "tie the graph to one batch. Leave sizes of the batch out of the arithmetic (the division by the number of "
+            "labels is done for you), or read the value from a per-token field of packed"
         )
     return str(argument.name)
 

@@ -2,8 +2,8 @@
 
 A program's inputs are a dictionary by placeholder name; values are dropped at their last use, also from the caller's
 dictionary where the placeholder is `saved` or `received`, so that peak memory is that of eager. `communicate(index,
-value, may_overwrite)` is given by the runtime; it returns a generator whose result is the value under the target annotation of
-`Program.reshards[index]`.
+value, may_overwrite)` is given by the runtime; it returns a generator whose result is the value under the target
+annotation of `Program.reshards[index]`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compile_program(graph: fx.Graph, reshards: tuple[LocalReshard, ...]) -> Prog
             lines.append(f"    del {', '.join(used.name for used in dead)}")
     source = "\n".join(lines) + "\n"
     namespace: dict[str, Any] = dict(constants)
-    exec(compile(source, "<hydraulis program>", "exec"), namespace)  # noqa: S102
+    exec(compile(source, "<hydraulis program>", "exec"), namespace)
     return Program(graph, source, namespace["run"], reshards)
 
 
@@ -129,7 +129,8 @@ def _text(argument: Any, constants: dict[str, Any]) -> str:
 
 
 def _constant(value: Any, constants: dict[str, Any]) -> str:
-    base = str(value).replace("::", "_") if isinstance(value, torch._ops.OpOverload) else getattr(value, "__name__", "c")
+    is_operator = isinstance(value, torch._ops.OpOverload)
+    base = str(value).replace("::", "_") if is_operator else getattr(value, "__name__", "c")
     base = "".join(char if char.isalnum() else "_" for char in base).strip("_") or "c"
     base = f"run_{base}"  # nodes never begin so
     name, number = base, 0

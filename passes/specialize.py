@@ -26,6 +26,7 @@ from hgraph.reshard import plan_reshard
 from hgraph.shard_map import ShardMap, shard_map
 from hgraph.strategy import Scheme
 from passes.insert_comm import is_reshard
+from passes.local_operators import IGNORED, local_amax, local_embedding, local_embedding_backward, local_labels
 from passes.program import LocalReshard, communicate, local_length
 
 __all__ = ["LocalGraph", "class_key", "local_reshards", "localize"]
@@ -44,8 +45,6 @@ _ALIASING = (
     aten.select.int,
     operator.getitem,
 )
-_IGNORED = -100
-"""Label of what a rank ignores. Not the user's own, which may be a class once labels are counted from elsewhere."""
 _PROBE_TOKENS, _PROBE_BOUNDARIES = 1013, 7
 """Sizes that stand for symbolic ones where only static dims matter; above any number of ranks."""
 
@@ -100,15 +99,26 @@ def _owns_memory(value: fx.Node, user: fx.Node) -> bool:
 
 
 def class_key(graphs: Iterable[fx.Graph], rank: int) -> tuple[Any, ...]:
-    """Returns what the shape class of `rank` is told by: the local static shape of every annotated value."""
-    key = []
-    for graph in graphs:
-        for node in graph.nodes:
-            for shape, annotation in zip(info(node).shapes, info(node).annotations, strict=False):
-                if shape is None or annotation is None:
-                    continue
-                key.append((node.name, _static_shape(annotation, shape, rank)))
-    return tuple(key)
+    """Returns what the shape class of `rank` is told by: the local static shape of every operand and result."""
+    return tuple(
+        _static_shape(annotation, shape, rank)
+        for graph in graphs
+        for node in graph.nodes
+        for shape, annotation in (*_results(node), *_operands(node))
+        if shape is not None and annotation is not None
+    )
+
+
+def _results(node: fx.Node) -> Iterable[tuple[Shape | None, Annotation | None]]:
+    return zip(info(node).shapes, info(node).annotations, strict=False)
+
+
+def _operands(node: fx.Node) -> Iterable[tuple[Shape | None, Annotation | None]]:
+    """Parameters have annotations as operands alone."""
+    required = info(node).required
+    if node.op != "call_function" or not required:
+        return ()
+    return zip([info(value).shape for value in tensor_inputs(node)], required, strict=True)
 
 
 def _static_shape(annotation: Annotation, shape: Shape, rank: int) -> tuple[Any, ...] | None:
@@ -116,7 +126,6 @@ def _static_shape(annotation: Annotation, shape: Shape, rank: int) -> tuple[Any,
         return None
     local = _map(annotation, shape).local_shape(rank)
     return tuple(length if isinstance(size, int) else "symbolic" for length, size in zip(local, shape, strict=True))
-
 
 
 @functools.lru_cache(maxsize=65536)
@@ -189,9 +198,7 @@ class _Localizer:
         args = special(self, node) if special is not None else self._arguments(node)
         if isinstance(args, fx.Node):
             return self._describe(args, node)
-        new = self.result.graph.create_node(
-            "call_function", node.target, args, dict(node.kwargs), name=node.name
-        )
+        new = self.result.graph.create_node("call_function", node.target, args, dict(node.kwargs), name=node.name)
         return self._describe(new, node)
 
     def _reshard(self, node: fx.Node) -> fx.Node | None:
@@ -212,7 +219,8 @@ class _Localizer:
     def _describe(self, new: fx.Node, old: fx.Node) -> fx.Node:
         facts: NodeInfo = copy(info(old))
         facts.shapes = tuple(
-            shape if shape is None or annotation is None or self.rank not in annotation.ranks
+            shape
+            if shape is None or annotation is None or self.rank not in annotation.ranks
             else self._local_shape(annotation, shape)
             for shape, annotation in zip(
                 facts.shapes, facts.annotations or (self._annotation(old),) * len(facts.shapes), strict=True
@@ -314,9 +322,10 @@ def _amax(local: _Localizer, node: fx.Node) -> Any:
     """A rank may hold nothing of the dim over which the greatest is taken."""
     annotation = _input_annotation(node, 0)
     shape = info(tensor_inputs(node)[0]).shape
-    dims = node.args[1]
-    assert isinstance(dims, list | tuple)
-    if annotation is None or not any(_cuts(annotation, int(dim) % len(shape)) for dim in dims):  # type: ignore[call-overload]
+    given = node.args[1]
+    assert isinstance(given, list | tuple)
+    dims = [dim % len(shape) for dim in given if isinstance(dim, int)]
+    if annotation is None or not any(_cuts(annotation, dim) for dim in dims):
         return local._arguments(node)
     return local.result.graph.call_function(local_amax, local._arguments(node))
 
@@ -358,7 +367,7 @@ def _nll(local: _Localizer, node: fx.Node) -> tuple[Any, ...]:
     start = local.start(annotation, shape, 1, node.name)
     labels = local.result.graph.call_function(local_labels, (args[first + 1], start, classes, args[first + 4]))
     args[first + 1] = set_info(labels, copy(info(tensor_inputs(node)[first + 1])))
-    args[first + 4] = _IGNORED
+    args[first + 4] = IGNORED
     return tuple(args)
 
 
@@ -393,33 +402,3 @@ _SPECIAL: dict[Any, Callable[[_Localizer, fx.Node], Any]] = {
     torch.ops.hydraulis.packed_attention.default: _attention,
     torch.ops.hydraulis.packed_attention_backward.default: _attention,
 }
-
-
-def local_amax(x: torch.Tensor, dims: list[int], keepdim: bool = False) -> torch.Tensor:
-    """Returns the maxima of x over `dims`; minus infinity, which no other rank's maximum is below, where x is empty."""
-    if all(x.shape[dim] for dim in dims):
-        return aten.amax(x, dims, keepdim)
-    assert x.dtype.is_floating_point, "expected floating point"
-    return aten.sum(x, dims, keepdim).fill_(-torch.inf)
-
-
-def local_embedding(weight: torch.Tensor, ids: torch.Tensor, start: int, rows: int) -> torch.Tensor:
-    """Returns rows of a weight that holds ids `start` to `start + rows`; zero for others."""
-    outside = (ids < start) | (ids >= start + rows)
-    if rows == 0:
-        return weight.new_zeros(*ids.shape, weight.shape[1])
-    return aten.embedding(weight, (ids - start).masked_fill(outside, 0)).masked_fill_(outside[..., None], 0)
-
-
-def local_embedding_backward(
-    grad: torch.Tensor, ids: torch.Tensor, start: int, rows: int, padding: int
-) -> torch.Tensor:
-    """Returns the gradient of the rows `start` to `start + rows` of an embedding."""
-    outside = (ids < start) | (ids >= start + rows) | (ids == padding)
-    return aten.embedding_dense_backward(grad, (ids - start).masked_fill(outside, -1), rows, -1, False)
-
-
-def local_labels(labels: torch.Tensor, start: int, classes: int, ignored: int) -> torch.Tensor:
-    """Returns labels counted from `start`; `ignored` ones and those outside the rank's classes become `_IGNORED`."""
-    outside = (labels < start) | (labels >= start + classes) | (labels == ignored)
-    return (labels - start).masked_fill(outside, _IGNORED)

@@ -1,9 +1,9 @@
 """Split stages: one forward and one backward graph per pipeline stage, and the transfers between stages.
 
-Placeholders of a stage graph have the roles `parameter`, `buffer`, `input`, `scale`, `received` (another stage's value) and
-`saved` (kept from the forward graph for the backward graph). The output is a dictionary with the keys `loss`,
-`send:<transfer>`, `saved:<name>` and `gradient:<parameter>`. What derives from inputs alone, and views of parameters,
-is recomputed in every graph that needs it.
+Placeholders of a stage graph have the roles `parameter`, `buffer`, `input`, `scale`, `received` (another stage's
+value) and `saved` (kept from the forward graph for the backward graph). The output is a dictionary with the keys
+`loss`, `send:<transfer>`, `saved:<name>` and `gradient:<parameter>`. What derives from inputs alone, and views of
+parameters, is recomputed in every graph that needs it.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def _outputs(graph: fx.Graph, captured: Captured) -> dict[str, fx.Node]:
     return result
 
 
-def _split(
-    graph: fx.Graph, stage: int, crossings: dict[fx.Node, Transfer], outputs: dict[str, fx.Node]
-) -> StageGraphs:
+def _split(graph: fx.Graph, stage: int, crossings: dict[fx.Node, Transfer], outputs: dict[str, fx.Node]) -> StageGraphs:
     sends = {"forward": {}, "backward": {}}  # type: dict[str, dict[str, fx.Node]]
     for node, transfer in crossings.items():
         if transfer.sender == stage:
@@ -193,4 +191,5 @@ def _recomputed(node: fx.Node) -> bool:
         return False
     if not node.all_input_nodes:
         return True
-    return node.target in _PARAMETER_VIEWS and all(info(argument).role == "parameter" for argument in node.all_input_nodes)
+    of_parameters = all(info(argument).role == "parameter" for argument in node.all_input_nodes)
+    return of_parameters and node.target in _PARAMETER_VIEWS

@@ -97,9 +97,9 @@ def _check_sum(node: fx.Node, summed: Set[fx.Node]) -> None:
     if node.target in _SCALINGS and of_tokens in scaled:
         return
     raise CaptureError(
-        f"the loss is not a sum over tokens: {where(node)} follows a sum over the tokens of a micro-batch, so that losses of "
-        "micro-batches would not add up. Return a plain sum over labelled tokens; the division by their number in the whole "
-        f"step is done for you. Around it:\n{neighbourhood(node)}"
+        f"the loss is not a sum over tokens: {where(node)} follows a sum over the tokens of a micro-batch, so that "
+        "losses of micro-batches would not add up. Return a plain sum over labelled tokens; the division by their "
+        f"number in the whole step is done for you. Around it:\n{neighbourhood(node)}"
     )
 
 

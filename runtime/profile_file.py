@@ -25,7 +25,7 @@ _COST_KEYS = tuple(item.name for item in fields(SchemeCost))
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Returns the profile in the file at `path`. Raises `FileErrors` with every fault, `InvalidInput` without a file."""
+    """Returns the profile in the file at `path`; raises `FileErrors` with all faults, `InvalidInput` without a file."""
     name = os.fspath(path)
     text = read_text(name)
     try:

@@ -164,11 +164,20 @@ def _pack(facts: StepFacts, indices: Sequence[int]) -> Packed:
             )
         sequences.append(tokens)
         labels.append(own)
-    ids = [facts.batch.ids[index] for index in indices]
     try:
         return check_packed(pack(sequences, labels=labels), facts.vocab_size)
+    except InvalidInput:
+        for index, tokens, own in zip(indices, sequences, labels, strict=True):
+            _check_alone(facts.batch.ids[index], tokens, own, facts.vocab_size)
+        raise
+
+
+def _check_alone(sequence_id: int, tokens: Tensor, labels: Tensor | None, vocab_size: int | None) -> None:
+    """Raises `InvalidInput` that names the sequence, and the position in it, where it is the one that is wrong."""
+    try:
+        check_packed(pack([tokens], labels=[labels]), vocab_size)
     except InvalidInput as error:
-        raise InvalidInput(f"sequences with ids {ids}: {error}") from error
+        raise InvalidInput(f"sequence with id {sequence_id}: {error}") from error
 
 
 def exchange_parameters(state: RankState, executable: Executable) -> RankGenerator[dict[str, Tensor]]:

@@ -28,7 +28,6 @@ from hgraph.data.packed import Packed, pack
 from hgraph.errors import InvalidInput, VerificationError
 from hgraph.profile import Profile, SchemeCost
 from hgraph.strategy import Pool, Strategy
-from hgraph.strategy_file import load_pool
 from runtime.cluster import Cluster
 from runtime.failure_channel import FailureChannel
 from runtime.messages import Message
@@ -102,14 +101,13 @@ class Verifier:
         _refuse_meta(model)
         self.loss, self.tolerance = loss, tolerance
         self.optimizer = optimizer or AdamW(lr=1e-3)
-        pool = pool if isinstance(pool, Pool) else load_pool(pool)
         self.program = compile(
             copy.deepcopy(model).double(),
             loss,
             pool,
             optimizer=self.optimizer,
             seed=seed,
-            profile=constant_profile(pool),
+            profile=lambda program: constant_profile(program.pool),
             depth=0,
             exact=True,
             cluster=cluster,

@@ -5,10 +5,11 @@ What is compared, and what counts as equal: `runtime/verifier.py`. On which batc
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -63,6 +64,20 @@ class VerifyReport:
     num_parameters: int
     failure: str = ""
 
+    def to_json(self) -> str:
+        """Returns one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> VerifyReport:
+        """Returns the report that `to_json` wrote."""
+        data = json.loads(text)
+        results = [
+            StrategyResult(**{**one, **{kind: Deviation(**one[kind]) for kind in ("loss", "gradient", "weight")}})
+            for one in data["results"]
+        ]
+        return VerifyReport(**{**data, "results": tuple(results)})
+
 
 def verify(
     model: nn.Module,
@@ -101,9 +116,8 @@ def run_verification(
     steps: int = len(KINDS),
     walk: int | None = None,
     seed: int = 0,
-    progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """As `verify`, but a difference is told in the report's `failure`; `progress` is called before each strategy."""
+    """As `verify`, but a difference is told in the report's `failure`."""
     if steps < 1:
         raise InvalidInput(f"verify: expected steps of 1 or more, got {steps}")
     generator = random.Random(seed)
@@ -115,8 +129,6 @@ def run_verification(
     results: list[StrategyResult] = []
     failure = ""
     for title, route in routes:
-        if progress is not None:
-            progress(title)
         done, failure = _follow(route, verifier, trials)
         results.append(_result(title, verifier.program.pool, done))
         if failure:

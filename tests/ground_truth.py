@@ -1,8 +1,8 @@
 """Ground truth of sharding rules: local results of the specialised operator, recombined, against the plain operator.
 
 `Case` is one sample at concrete sizes. `Case.error(required, outputs)` runs the operator on what each rank holds under
-`required`, through the same specialisation as the real passes, and says how the recombined result differs from the plain
-one under `outputs`; None where they agree.
+`required`, through the same specialisation as the real passes, and says how the recombined result differs from the
+plain one under `outputs`; None where they agree.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ class Case:
         )
         return Case(sample, tokens, values, _results(_call(sample, values, tokens)))
 
-    def error(
-        self, required: Sequence[Annotation], outputs: Sequence[Annotation | None], seed: int = 0
-    ) -> str | None:
+    def error(self, required: Sequence[Annotation], outputs: Sequence[Annotation | None], seed: int = 0) -> str | None:
         """Returns how the recombined result differs from the plain one, or None."""
         local = self.run(required, outputs, seed)
         return next(
@@ -131,9 +129,7 @@ def _run(program: Program, inputs: dict[str, Any], count: int) -> list[Tensor | 
     raise AssertionError("a program of one operator yielded")
 
 
-def _graph(
-    sample: Sample, required: Sequence[Annotation] = (), outputs: Sequence[Annotation | None] = ()
-) -> fx.Node:
+def _graph(sample: Sample, required: Sequence[Annotation] = (), outputs: Sequence[Annotation | None] = ()) -> fx.Node:
     """Returns the node of the sample in a graph of its own, with the facts that passes leave on it."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
@@ -224,9 +220,7 @@ def _cut(value: Tensor, annotation: Annotation, generator: torch.Generator) -> d
     for family in {piece.family for piece in pieces.pieces}:
         terms = sorted({piece.term for piece in pieces.pieces if piece.family == family})
         families[family] = dict(zip(terms, _terms(value, len(terms), annotation.reduce, generator), strict=True))
-    return {
-        piece.rank: families[piece.family][piece.term][_slices(piece.box)].clone() for piece in pieces.pieces
-    }
+    return {piece.rank: families[piece.family][piece.term][_slices(piece.box)].clone() for piece in pieces.pieces}
 
 
 def _terms(value: Tensor, count: int, reduce: str | None, generator: torch.Generator) -> list[Tensor]:
@@ -244,9 +238,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _compare(
-    pieces: ShardMap, local: Mapping[int, Tensor | None], expected: Tensor, sample: Sample
-) -> str | None:
+def _compare(pieces: ShardMap, local: Mapping[int, Tensor | None], expected: Tensor, sample: Sample) -> str | None:
     for piece in pieces.pieces:
         value = local[piece.rank]
         lengths = tuple(stop - start for start, stop in piece.box)

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D hidden, H heads, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from runtime.models.llama import Llama, LlamaConfig
 __all__ = [
     "Gpt",
     "Tiny",
+    "Word",
     "gpt",
     "hugging_face_gpt2",
     "hugging_face_llama",
@@ -129,6 +130,30 @@ class TinyLayer(nn.Module):
         query, key, value = (f(y).unflatten(-1, (4, 2)).transpose(1, 2) for f in (self.query, self.key, self.value))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return x + self.project(attended.transpose(1, 2).flatten(2))
+
+
+class Word(nn.Module):
+    """Embedding, something between, head."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(61, 24)
+        self.between = Between(between)
+        self.head = nn.Linear(24, 61)
+        self.double()
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.head(self.between(self.embed(tokens), tokens, positions))
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.function(x, tokens, positions)
 
 
 def hugging_face_llama(seed: int = 0, **sizes: object) -> nn.Module:

@@ -97,7 +97,7 @@ def _gradients(
 def _add_terms(
     total: Tensor, name: str, executors: Mapping[int, RankExecutor], results: Mapping[int, MicroBatchResult]
 ) -> bool:
-    """Adds the gradient of one use of a parameter to `total`: of several families that hold it, one."""
+    """Adds the gradient of one use of a parameter to `total`: every term once, of several families that hold it one."""
     annotation = next((own.gradients[name] for own in executors.values() if name in own.gradients), None)
     if annotation is None or all(name not in results[rank].gradients for rank in annotation.ranks):
         return False
@@ -105,11 +105,16 @@ def _add_terms(
     missing = torch.ones(total.shape, dtype=torch.bool)
     for family in sorted({piece.family for piece in pieces}):
         value, held = torch.zeros_like(total), torch.zeros_like(missing)
-        for box, term in {(piece.box, piece.term) for piece in pieces if piece.family == family}:
-            rank = min(p.rank for p in pieces if (p.box, p.family, p.term) == (box, family, term))
-            at = tuple(slice(start, stop) for start, stop in box)
-            value[at] += results[rank].gradients[name]
-            held[at] = True
+        for term in sorted({piece.term for piece in pieces if piece.family == family}):
+            part, written = torch.zeros_like(total), torch.zeros_like(missing)
+            for piece in (p for p in pieces if (p.family, p.term) == (family, term)):
+                at = tuple(slice(start, stop) for start, stop in piece.box)
+                own = results[piece.rank].gradients[name]
+                # Copies may have been summed in another order.
+                torch.testing.assert_close(own[written[at]], part[at][written[at]], rtol=1e-10, atol=1e-13)
+                part[at], written[at] = own, True
+            value += part
+            held |= written
         total += value.masked_fill(~(held & missing), 0)
         missing &= ~held
     assert not missing.any(), f"gradient of {name}: some elements are on no rank"
@@ -117,7 +122,11 @@ def _add_terms(
 
 
 def assert_equal_to_reference(
-    outcome: Outcome, model: nn.Module, loss: LossFunction, sequences: Sequence[Packed], denominator: float | None = None
+    outcome: Outcome,
+    model: nn.Module,
+    loss: LossFunction,
+    sequences: Sequence[Packed],
+    denominator: float | None = None,
 ) -> None:
     """Raises where loss or any gradient is not equal to 1e-10."""
     count = denominator_of(sequences) if denominator is None else denominator

@@ -109,7 +109,9 @@ def test_a_document_does_not_see_another(path: str, rows: int) -> None:
     of_a = torch.tensor([token for token in range(11 * rows) if token not in of_b.tolist()])
     before = inputs(11 * rows, 4, 2)
     other = inputs(11 * rows, 4, 2, seed=9)
-    after = [x.detach().index_copy(0, of_a, y.detach()[of_a]).requires_grad_() for x, y in zip(before, other, strict=True)]
+    after = [
+        x.detach().index_copy(0, of_a, y.detach()[of_a]).requires_grad_() for x, y in zip(before, other, strict=True)
+    ]
     outputs = [packed_attention(*values, bounds(lengths), SCALE) for values in (before, after)]
     assert torch.equal(outputs[0][of_b], outputs[1][of_b])
     assert not torch.equal(outputs[0][of_a], outputs[1][of_a])
@@ -183,7 +185,9 @@ def test_a_rank_without_heads(path: str) -> None:
     none = query[:, :0]
     output, lse = torch.ops.hydraulis.packed_attention(none, key, value, bounds([4]), SCALE, 4, 0, 1)
     assert output.shape == (4, 0, HEAD_SIZE)
-    parts = torch.ops.hydraulis.packed_attention_backward(none, none, key, value, output, lse, bounds([4]), SCALE, 4, 0, 1)
+    parts = torch.ops.hydraulis.packed_attention_backward(
+        none, none, key, value, output, lse, bounds([4]), SCALE, 4, 0, 1
+    )
     assert not parts[1].any() and not parts[2].any()
 
 

@@ -6,13 +6,16 @@ same over real processes: `tests/test_message_logs.py`.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hgraph.strategy import Pool, Scheme, Stage
+from hgraph.annotation import Annotation, Subgroup
+from hgraph.placements import Replicate, Shard
+from hgraph.strategy import Override, Pool, Scheme, Stage
 from runtime.executor import MicroBatchResult
 from runtime.rank_step import collect_gradients, exchange_parameters
 from runtime.requests import RankGenerator
@@ -212,3 +215,34 @@ def _random_scheme(generator: random.Random, layers: int, ranks: int, heads: int
         tuple(Stage(tp, count) for tp, count in zip(degrees, counts, strict=True)),
         schedule=generator.choice(["1f1b", "gpipe"]),
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+def test_random_overrides(seed: int) -> None:
+    generator = random.Random(seed)
+    tp = generator.randint(2, 4)
+    model = llama(seed, hidden=24, ffn=25, vocab_size=61)
+    overrides = [_random_override(generator, model, tp) for _ in range(generator.randint(1, 3))]
+    scheme = Scheme((Stage(tp),), overrides=tuple(overrides))
+    report = verify(model, language_loss, pool(tp, strategy("overridden", scheme)), steps=3, walk=0, seed=seed)
+    assert all(result.worst.error <= 1e-10 for result in report.results), overrides
+
+
+def _random_override(generator: random.Random, model: nn.Module, tp: int) -> Override:
+    """A parameter or the output of a module, anyhow on the ranks of the replica."""
+    if generator.random() < 0.4:
+        name, parameter = generator.choice(list(model.named_parameters()))
+        return Override(name, str(_random_annotation(generator, tp, list(range(parameter.ndim)))))
+    modules = [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
+    # Outputs are [1, T, D].
+    return Override(generator.choice(modules), str(_random_annotation(generator, tp, [1, 2])))
+
+
+def _random_annotation(generator: random.Random, tp: int, dims: list[int]) -> Annotation:
+    ranks = generator.sample(range(tp), tp)
+    borders = [0, *sorted(generator.sample(range(1, tp), generator.randint(0, min(2, tp - 1)))), tp]
+    choices = [Replicate(), *(Shard(dim) for dim in dims)]
+    groups = [tuple(ranks[begin:end]) for begin, end in itertools.pairwise(borders)]
+    subgroups = tuple(Subgroup(group, (len(group),), (generator.choice(choices),)) for group in groups)
+    return Annotation(subgroups, generator.choice(choices))

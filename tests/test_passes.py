@@ -228,10 +228,16 @@ def test_an_override_wins_over_the_template() -> None:
 
 BAD_OVERRIDES = {
     "no such name": (("layers.*.quarry.weight", "0[]"), "'layers.*.quarry.weight': matches no parameter and no module"),
-    "foreign ranks": (("head.weight", "0-3[S(0)]"), "uses ranks [0, 1, 2, 3], but head.weight lives on ranks [0, 1, 2]"),
+    "foreign ranks": (
+        ("head.weight", "0-3[S(0)]"),
+        "uses ranks [0, 1, 2, 3], but head.weight lives on ranks [0, 1, 2]",
+    ),
     "partial": (("head.weight", "0-2[P]"), "0-2[P] is partial; expected splits and copies"),
     "no such dim": (("head.weight", "0-2[S(2)]"), "S(2) on a tensor of 2 dims; expected a dim below 2"),
-    "sizes that do not sum": (("head.weight", "0-2[S(0:3,3,3)]"), "expected 3 sizes that sum to 10, got 3 sizes that sum to 9"),
+    "sizes that do not sum": (
+        ("head.weight", "0-2[S(0:3,3,3)]"),
+        "expected 3 sizes that sum to 10, got 3 sizes that sum to 9",
+    ),
     "no annotation": (("head.weight", "column"), "expected ranks[placements], as in 0-3[S(0)], got 'column'"),
     "a rank twice": (("layers.0", "0-1[R] + 1-2[R] @ R"), "rank 1 is in two subgroups"),
 }
@@ -249,8 +255,8 @@ def test_an_override_may_not_leave_its_stage() -> None:
     with pytest.raises(InvalidAnnotation) as raised:
         compiled_with(("layers.1.query.weight", "0-1[R]"), tp=2, pp=2)
     assert str(raised.value) == (
-        "override 'layers.1.query.weight': 0-1[R] uses ranks [0, 1], but layers.1.query.weight lives on ranks [2, 3] of "
-        "its replica"
+        "override 'layers.1.query.weight': 0-1[R] uses ranks [0, 1], but layers.1.query.weight lives on ranks [2, 3] "
+        "of its replica"
     )
 
 
@@ -260,7 +266,9 @@ def test_layer_splits_that_cannot_be() -> None:
     with pytest.raises(InvalidInput, match=r"layers \[2, 1\] sum to 3; the model has 2 layers"):
         compile_scheme(tiny(2), Scheme.uniform(1, 2, layers=(2, 1)))
     flat = normalized(capture(Sequenceless(), language_loss))
-    with pytest.raises(InvalidInput, match=r"pp=2, but the model has no list of layers \(nn.ModuleList or nn.Sequential\)"):
+    with pytest.raises(
+        InvalidInput, match=r"pp=2, but the model has no list of layers \(nn.ModuleList or nn.Sequential\)"
+    ):
         compile_scheme(flat, Scheme.uniform(1, 2))
 
 
@@ -279,7 +287,10 @@ def test_a_stage_may_have_no_layer(layers: tuple[int, int]) -> None:
     captured = normalized(capture(model, language_loss), exact=True)
     compiled = compile_scheme(captured, Scheme.uniform(1, 2, layers=layers))
     stages = {name: stage for name, stage in compiled.parameters if name.endswith("query.weight")}
-    assert stages == {"layers.0.query.weight": 0 if layers[0] else 1, "layers.1.query.weight": 0 if layers[0] > 1 else 1}
+    assert stages == {
+        "layers.0.query.weight": 0 if layers[0] else 1,
+        "layers.1.query.weight": 0 if layers[0] > 1 else 1,
+    }
     batches, sequences = random_batches(((5, 3), (4,)), 10)
     assert_equal_to_reference(run_compiled(compiled, captured, model, batches), model, language_loss, sequences)
 

@@ -23,7 +23,10 @@ from tests.rule_samples import SAMPLES, Sample, X, inputs_of
 IDS = [f"{number}-{sample}" for number, sample in enumerate(SAMPLES)]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
 
-LOOKS_ALONG_TOKENS = (torch.ops.hydraulis.packed_attention.default, torch.ops.hydraulis.packed_attention_backward.default)
+LOOKS_ALONG_TOKENS = (
+    torch.ops.hydraulis.packed_attention.default,
+    torch.ops.hydraulis.packed_attention_backward.default,
+)
 """Kernels that may not be run on some of the tokens: borders of documents would lie outside the piece."""
 
 ACROSS = "dims are regrouped across each other: pieces of whole rows of both shapes need a common factor of the dims"
@@ -172,7 +175,9 @@ def check(
     for given in layouts:
         solution = solved(sample, rules, given, ranks)
         for number, (old, new) in enumerate(zip(given, solution.required, strict=True)):
-            assert not new.is_partial or (old is not None and old.is_partial), f"{sample}: input {number} is {old}, required {new}"
+            assert not new.is_partial or (old is not None and old.is_partial), (
+                f"{sample}: input {number} is {old}, required {new}"
+            )
         key = solution.required, solution.outputs
         if key in done:
             continue
@@ -185,7 +190,8 @@ def assert_true(sample: Sample, solution: Solution, *, seed: int, every_size: bo
     for tokens in sizes if sample.is_symbolic else (1,):
         problem = Case.make(sample, tokens, seed).error(solution.required, solution.outputs, seed)
         assert problem is None, (
-            f"wrong rule: {sample} at {tokens} tokens: {texts(solution.required)} -> {texts(solution.outputs)}: {problem}"
+            f"wrong rule: {sample} at {tokens} tokens: "
+            f"{texts(solution.required)} -> {texts(solution.outputs)}: {problem}"
         )
 
 
@@ -236,7 +242,9 @@ def _none(shape: Shape, generator: random.Random) -> None:
 
 
 def _balanced(shape: Shape, generator: random.Random) -> Placement:
-    return generator.choice([placement for placement in placements(shape, 2) if getattr(placement, "sizes", None) is None])
+    return generator.choice(
+        [placement for placement in placements(shape, 2) if getattr(placement, "sizes", None) is None]
+    )
 
 
 def _mesh(shape: Shape, generator: random.Random) -> Annotation:
@@ -264,7 +272,9 @@ def alike_shardings(
 def recombines(case: Case, given: Sequence[Annotation], ranks: tuple[int, ...]) -> bool:
     """Whether the plain operator, run on pieces, gives pieces, copies or terms of each of its results."""
     choices = [
-        None if shape is None else [Annotation((Subgroup(ranks, (len(ranks),), (placement,)),)) for placement in layouts]
+        None
+        if shape is None
+        else [Annotation((Subgroup(ranks, (len(ranks),), (placement,)),)) for placement in layouts]
         for shape in result_shapes(case.sample)
         for layouts in [[*placements(shape or (), 1), Partial("max")]]
     ]

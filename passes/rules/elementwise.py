@@ -8,7 +8,16 @@ from torch import fx
 from hgraph.graph import Shape, Size, info, tensor_inputs
 from passes.rules.sharding import Dims, OpSharding
 
-__all__ = ["creation", "elementwise", "linear_cast", "linear_in_first", "linear_jointly", "linear_power", "nonlinear", "sequence"]
+__all__ = [
+    "creation",
+    "elementwise",
+    "linear_cast",
+    "linear_in_first",
+    "linear_jointly",
+    "linear_power",
+    "nonlinear",
+    "sequence",
+]
 
 
 def elementwise(node: fx.Node, linear: tuple[frozenset[int], ...]) -> OpSharding:

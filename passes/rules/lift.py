@@ -132,13 +132,13 @@ def _solve_structure(
         columns.append((required, outputs))
     return Solution(
         tuple(
-            _assemble(structure, [column[0][number] for column in columns], None if top is None else top.required[number])
+            _assemble(structure, [column[0][number] for column in columns], top.required[number] if top else None)
             for number in range(len(inputs))
         ),
         tuple(
             None
             if rule.outputs[number] is None
-            else _assemble(structure, [column[1][number] for column in columns], None if top is None else top.outputs[number])
+            else _assemble(structure, [column[1][number] for column in columns], top.outputs[number] if top else None)
             for number in range(len(rule.outputs))
         ),
         moved,

@@ -5,8 +5,8 @@ product of *letters*, major first (`view [T, 64] -> [T, 4, 16]` is `t (hd) -> t 
 is `fixed`; a sharded letter that an output lacks makes that output partial (`contraction`). `linear` lists the sets of
 inputs that may all be partial at once, the output being partial then.
 
-`solve_axis` applies any rule to one axis; `passes/rules/lift.py` lifts it to meshes and unions (HSPMD, arXiv 2504.20490,
-section 4).
+`solve_axis` applies any rule to one axis; `passes/rules/lift.py` lifts it to meshes and unions (HSPMD, arXiv
+2504.20490, section 4).
 """
 
 from __future__ import annotations
@@ -149,9 +149,7 @@ def _solve_letter(
             return None
         outputs.append(output)
     weights = rule.weights or (1.0,) * len(placements)
-    moved = sum(
-        weight * _moved(old, new) for old, new, weight in zip(placements, required, weights, strict=True)
-    )
+    moved = sum(weight * _moved(old, new) for old, new, weight in zip(placements, required, weights, strict=True))
     return AxisSolution(tuple(required), tuple(outputs), moved, letter, letter_sizes)
 
 

@@ -137,8 +137,7 @@ def _reordered(node: fx.Node, order: list[int]) -> OpSharding:
 def _factor(source: Shape, target: Shape, sizes: dict[str, Size], fixed: set[str]) -> tuple[Dims, Dims]:
     """Common factors of two shapes of equal product, from the left, as letters."""
     dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in source], [[] for _ in target])
-    places = [index for index, size in enumerate(source) if size != 1], [i for i, size in enumerate(target) if size != 1]
-    left, right = iter(places[0]), iter(places[1])
+    left, right = (iter([dim for dim, size in enumerate(shape) if size != 1]) for shape in (source, target))
     i, j = next(left, None), next(right, None)
     if i is None or j is None:
         return _frozen(dims)

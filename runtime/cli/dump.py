@@ -14,6 +14,7 @@ from hgraph.strategy import Pool, Scheme
 from hgraph.yaml_report import nearest
 from runtime.cli.options import (
     captured_model,
+    check_folder,
     config_option,
     load_run_config,
     out,
@@ -85,6 +86,8 @@ def command(
     _check_passes(passes)
     if folder is None and not passes:
         raise InvalidInput("expected --out FOLDER for the files, or --dump-after PASS to print the text after a pass")
+    if folder is not None:
+        check_folder(folder)
     config = load_run_config(config_path, pool_path, settings)
     pool, schemes, model, captured = _inputs(config, names)
     if passes:

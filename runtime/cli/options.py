@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "captured_model",
+    "check_folder",
     "config_option",
     "json_option",
     "load_run_config",
@@ -130,6 +131,18 @@ def strategies_named(pool: Pool, names: Sequence[str]) -> tuple[Strategy, ...]:
             hint = nearest(name, known)
             raise InvalidInput(f"no strategy {name!r} in the pool; there are {', '.join(known)}{hint}")
     return tuple(strategy for strategy in pool.strategies if not names or strategy.name in names)
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raises `InvalidInput` unless files can be written into the folder `path`, which may have to be made yet.
+
+    Asked before the work begins, so that none is lost.
+    """
+    there = next(parent for parent in (Path(path).resolve(), *Path(path).resolve().parents) if parent.exists())
+    if not there.is_dir():
+        raise InvalidInput(f"{os.fspath(path)}: expected a folder to write to, but {shown_path(there)} is a file")
+    if not os.access(there, os.W_OK):
+        raise InvalidInput(f"{os.fspath(path)}: expected a folder to write to, but {shown_path(there)} is read-only")
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from hgraph.strategy_file import load_pool
 from runtime.cli.options import (
+    check_folder,
     config_option,
     json_option,
     load_run_config,
@@ -91,6 +93,8 @@ def command(
       hgraph plan --pool examples/first_light/strategies.yaml --lengths 3000 --profile costs.json --json
     """
     numbers = _lengths(lengths, lengths_file)
+    if save_profile is not None:
+        check_folder(Path(save_profile).parent)
     pool, profile, options, origin = _inputs(config_path, pool_path, profile_path, settings)
     if strategy is not None:
         strategies_named(pool, [strategy])

@@ -1,164 +1,183 @@
-"""`hgraph verify`."""
+"""`hgraph verify`: every strategy of a pool against the untouched model."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from runtime.cli.options import (
+    config_option,
+    json_option,
+    load_run_config,
+    out,
+    pool_option,
+    print_json,
+    settings_argument,
+    table,
+    working,
+)
+
 if TYPE_CHECKING:
-    from runtime.config import ModelConfig
+    from runtime.config import ModelConfig, RunConfig
+    from runtime.failure_channel import FailureChannel
     from runtime.verify import VerifyReport
 
-__all__ = ["command", "report_json", "show_report", "tiny"]
+__all__ = ["command", "tiny"]
 
 _HEAD_SIZE = 4
-_VOCAB_SIZE = 67
+_VOCABULARY = 67
 
 
 @click.command("verify")
-@click.option("--config", type=click.Path(), help="Run configuration: its pool, and its model's layers and heads.")
-@click.option("--pool", type=click.Path(), help="Strategy file; default: that of --config.")
+@config_option
+@pool_option
+@settings_argument
 @click.option("--steps", type=click.IntRange(min=1), help="Batches per strategy; default: one of every kind.")
-@click.option("--gloo", is_flag=True, help="Also over real processes, one per rank, on this machine.")
+@click.option("--gloo", is_flag=True, help="Also over real processes on this machine, one per rank.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights, batches, dispatch.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per cluster instead of a table.")
-def command(config: str | None, pool: str | None, steps: int | None, gloo: bool, seed: int, as_json: bool) -> None:
+@click.option("--report", type=click.Path(), hidden=True, help="Write the report as JSON here, and print nothing.")
+@json_option
+def command(
+    config_path: str | None,
+    pool_path: str | None,
+    settings: tuple[str, ...],
+    steps: int | None,
+    gloo: bool,
+    seed: int,
+    report: str | None,
+    as_json: bool,
+) -> None:
     """Compare every strategy of a pool, and a random walk over them, with the untouched model.
 
-    A tiny model in float64, with as many layers and heads as the real one, trains on the virtual cluster and beside it,
-    by plain PyTorch, sequence by sequence on one device. Loss, every gradient and every weight must be equal to 1e-10.
-    Exit status 1 where they are not.
+    A tiny model with the layers and heads of the real one trains in float64 on the virtual cluster and, beside it, in
+    plain PyTorch on one device, sequence by sequence. After every step the loss, every gradient and every weight must
+    be equal to 1e-10. Exit status 1 where they are not.
 
     \b
     Examples:
       hgraph verify --config examples/first_light/config.yaml
       hgraph verify --config examples/first_light/config.yaml --gloo
-      hgraph verify --pool examples/first_light/strategies.yaml --steps 2 --json
+      hgraph verify --pool examples/first_light/strategies.yaml --steps 2 model.layers=6
     """
-    from runtime.launch import is_launched, launch
+    from runtime.launch import is_launched
 
-    if config is None and pool is None:
-        raise click.UsageError("say what to verify: --config RUN.yaml, --pool STRATEGIES.yaml, or both")
-    sound, num_ranks = _verify(config, pool, steps, seed, as_json)
-    if not sound:
-        sys.exit(1)
-    if not gloo or is_launched() or num_ranks == 1:
+    config = load_run_config(config_path, pool_path, settings)
+    if is_launched():
+        _verify_as_one_rank(config, steps, seed, report, as_json)
         return
-    arguments = ["verify", "--seed", str(seed)]
-    for option, value in (("--config", config), ("--pool", pool), ("--steps", steps)):
-        arguments += [option, str(value)] if value is not None else []
-    arguments += ["--json"] if as_json else []
-    sys.exit(launch(num_ranks, "runtime.cli", arguments))
+    reports = [_verify_simulated(config, steps, seed, quiet=as_json)]
+    if gloo and not reports[0].failure:
+        options = [("--config", config_path), ("--pool", pool_path), ("--steps", steps), ("--seed", seed)]
+        given = [text for option, value in options if value is not None for text in (option, str(value))]
+        reports.append(_verify_over_processes(reports[0].num_ranks, [*given, *settings], quiet=as_json))
+    if as_json:
+        print_json([asdict(one) for one in reports])
+    if any(one.failure for one in reports):
+        sys.exit(1)
 
 
-def _verify(config: str | None, pool: str | None, steps: int | None, seed: int, as_json: bool) -> tuple[bool, int]:
-    """Verifies where this process is: on the virtual cluster, or as one rank of a job. Returns whether all is equal,
-    and the number of ranks.
-    """
-    import torch
+def _verify_simulated(config: RunConfig, steps: int | None, seed: int, *, quiet: bool) -> VerifyReport:
+    with working("verifying on the virtual cluster"):
+        report = _verify(config, steps, seed, None)
+    if not quiet:
+        _show(report)
+    return report
+
+
+def _verify_over_processes(num_ranks: int, arguments: Sequence[str], *, quiet: bool) -> VerifyReport:
+    """Runs this command in one process per rank; they say themselves what went wrong where they cannot verify."""
+    from runtime.launch import launch
+    from runtime.verify import VerifyReport
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        with working(f"verifying over {num_ranks} processes"):
+            code = launch(num_ranks, "runtime.cli", ["verify", *arguments, "--report", str(path)])
+        if not path.exists():
+            sys.exit(code or 1)
+        report = VerifyReport.from_json(path.read_text())
+    if not quiet:
+        _show(report)
+    return report
+
+
+def _verify_as_one_rank(config: RunConfig, steps: int | None, seed: int, path: str | None, as_json: bool) -> None:
+    """What each process of a job does; rank 0 writes or prints the report."""
     import torch.distributed as dist
 
-    from runtime.config import RunConfig, load_config
     from runtime.failure_channel import FailureChannel, rank_guard
-    from runtime.launch import is_launched
     from runtime.process_groups import init_process_group_from_env
 
-    torch.set_num_threads(1)
-    loaded = RunConfig() if config is None else load_config(config)
-    path = loaded.pool if pool is None else pool
-    if not is_launched():
-        report = _run(loaded.model, path, steps, seed, loaded.timeout_s, None, _progress(as_json))
-        _print(report, as_json)
-        return not report.failure, report.num_ranks
-    rank, num_ranks = init_process_group_from_env("gloo", loaded.timeout_s)
+    rank, _ = init_process_group_from_env("gloo", config.timeout_s)
     channel = FailureChannel.on_default_store()
     with rank_guard(channel):
-        progress = _progress(as_json) if rank == 0 else None
-        report = _run(loaded.model, path, steps, seed, loaded.timeout_s, channel, progress)
+        report = _verify(config, steps, seed, channel)
         dist.destroy_process_group()
     if rank == 0:
-        _print(report, as_json)
-    return not report.failure, num_ranks
+        _tell(report, path, as_json)
+    if report.failure and path is None:
+        sys.exit(1)
 
 
-def _run(
-    model: ModelConfig,
-    path: str,
-    steps: int | None,
-    seed: int,
-    timeout_s: float,
-    channel: object,
-    progress: Callable[[str], None] | None,
-) -> VerifyReport:
+def _tell(report: VerifyReport, path: str | None, as_json: bool) -> None:
+    if path is not None:
+        Path(path).write_text(report.to_json())
+    elif as_json:
+        print_json([asdict(report)])
+    else:
+        _show(report)
+
+
+def _verify(config: RunConfig, steps: int | None, seed: int, channel: FailureChannel | None) -> VerifyReport:
     import torch
 
-    from runtime.failure_channel import FailureChannel
     from runtime.models.build import build_model, loss_of
     from runtime.verifier import Verifier
     from runtime.verify import run_verification
     from runtime.verify_batches import KINDS
 
-    assert channel is None or isinstance(channel, FailureChannel)
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
-    built = build_model(tiny(model))
-    verifier = Verifier(built, loss_of(built), path, seed=seed, timeout_s=timeout_s, channel=channel)
-    return run_verification(verifier, steps=len(KINDS) if steps is None else steps, seed=seed, progress=progress)
+    model = build_model(tiny(config.model))
+    verifier = Verifier(model, loss_of(model), config.pool, seed=seed, timeout_s=config.timeout_s, channel=channel)
+    return run_verification(verifier, steps=len(KINDS) if steps is None else steps, seed=seed)
 
 
 def tiny(model: ModelConfig) -> ModelConfig:
     """Returns the model with the same layers and heads, but small: heads of 4, and a vocabulary and a feed-forward size
-    that no number of ranks divides. What the user's own factory makes is left as it is.
+    that few numbers of ranks divide. What the user's own factory makes is left as it is.
     """
-    from dataclasses import replace
-
     if model.factory is not None:
         return model
     hidden = model.heads * _HEAD_SIZE
-    return replace(model, hidden=hidden, ffn=hidden + 5, vocab_size=_VOCAB_SIZE)
+    return replace(model, hidden=hidden, ffn=hidden + 5, vocab_size=_VOCABULARY)
 
 
-def report_json(report: VerifyReport) -> str:
-    """Returns one line of JSON."""
-    return json.dumps(asdict(report))
-
-
-def show_report(report: VerifyReport) -> None:
-    """Prints one row per strategy: how far the worst loss, gradient and weight are from the reference."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", pad_edge=False)
-    table.title = f"Difference from the untouched module: {report.num_ranks} ranks, {report.cluster}"
-    table.caption = f"Relative to the greatest value of the tensor; equal means at most {report.tolerance:.0e}."
-    table.add_column("strategy", no_wrap=True)
-    for name in ("steps", "tokens", "messages", "loss", "gradient", "weight"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst tensor", overflow="fold")
-    for result in report.results:
-        counts = [str(count) for count in (result.steps, result.tokens, result.num_messages)]
-        errors = [f"{one.error:.0e}" for one in (result.loss, result.gradient, result.weight)]
-        style = None if result.worst.error <= report.tolerance else "red"
-        table.add_row(result.name, *counts, *errors, result.worst.tensor, style=style)
-    console = Console()
-    console.print(table)
+def _show(report: VerifyReport) -> None:
+    """Prints one row per strategy: how far its worst loss, gradient and weight are from the untouched model's."""
+    headers = ("strategy", "steps", "tokens", "messages", "loss", "gradient", "weight", "worst tensor")
+    number: Callable[[float], str] = "{:.0e}".format
+    rows = [
+        (
+            result.name,
+            str(result.steps),
+            f"{result.tokens:,}",
+            f"{result.num_messages:,}",
+            *(number(one.error) for one in (result.loss, result.gradient, result.weight)),
+            result.worst.tensor,
+        )
+        for result in report.results
+    ]
+    place = f"{report.num_ranks} ranks, {report.cluster}"
+    title = f"difference from the untouched model, of the tensor's greatest value ({place})"
+    out().print(table(title, headers, rows, numbers=range(1, 7)))
     if report.failure:
-        console.print(f"not equal: {report.failure}", style="red", highlight=False)
-
-
-def _print(report: VerifyReport, as_json: bool) -> None:
-    if as_json:
-        click.echo(report_json(report))
+        out().print(f"NOT EQUAL: {report.failure}", markup=False)
     else:
-        show_report(report)
-
-
-def _progress(as_json: bool) -> Callable[[str], None] | None:
-    if as_json or not sys.stderr.isatty():
-        return None
-    return lambda name: click.echo(f"verifying {name}", err=True)
+        out().print(f"equal: nothing differs by more than {number(report.tolerance)}")
