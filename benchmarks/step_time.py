@@ -4,12 +4,12 @@
     python benchmarks/step_time.py --layouts tp2 --baseline path/to/other.py --json result.json
 
 The other program is run by torchrun with the same options (--layout, --model, --tokens-per-step, --steps, --warmup,
---seed, --json), prints nothing we read, and leaves in its --json file {"steps": [{"loss", "wall"}, ...]}. Losses must agree
-to 1e-4 (float32); repetitions alternate, and medians are compared. Step times include everything between two steps.
+--seed, --json), prints nothing we read, and leaves in its --json file {"steps": [{"loss", "wall"}, ...]}. Losses must
+agree to 1e-4 (float32); repetitions alternate, and medians are compared. Step times include everything between two steps.
 
 Model and data: a Llama with RMSNorm (eps 1e-5), rotary positions and grouped-query attention. Weights are 0.02 *
 numpy default_rng([seed, crc32(name)]).standard_normal, norms 1. Each step draws lognormal lengths (median 256, sigma 1,
-at most 2048) until it has exactly the token budget; ids are floor(vocab * default_rng([seed, step, j]).random(length)^3).
+at most 2048) until it has exactly the token budget; ids are floor(vocab * u^3), u from default_rng([seed, step, j]).
 AdamW (lr 1e-3, betas 0.9 0.95, eps 1e-8, decay 0.1 on everything), no clipping.
 """
 

@@ -20,6 +20,7 @@ from hgraph.strategy import Scheme
 from passes.pipelines import compile_scheme, normalized
 from passes.rules.table import RULES
 from tests.models import (
+    Word,
     gpt,
     hugging_face_gpt2,
     hugging_face_llama,
