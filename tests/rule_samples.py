@@ -288,10 +288,11 @@ def _contractions() -> list[Sample]:
 def _embeddings() -> list[Sample]:
     return [
         Sample(aten.embedding.default, (X(11, 6), XI(11, 5))),
-        Sample(aten.embedding.default, (X(11, 6), XI(11, 1, T)), label="padding"),
-        Sample(aten.embedding.default, (X(11, 6), XI(11, 1, T), 3), label="row"),
+        Sample(aten.embedding.default, (X(11, 6), XI(11, 1, T)), label="row"),
+        Sample(aten.embedding.default, (X(11, 6), XI(11, 1, T), 3), label="padding"),
         Sample(aten.embedding_dense_backward.default, (X(5, 6), XI(11, 5), 11, -1, False)),
-        Sample(aten.embedding_dense_backward.default, (X(1, T, 6), XI(11, 1, T), 11, 3, False), label="padding"),
+        Sample(aten.embedding_dense_backward.default, (X(1, T, 6), XI(11, 1, T), 11, -1, False), label="row"),
+        Sample(aten.embedding_dense_backward.default, (X(40, 6), XI(11, 40), 11, 3, False), label="padding"),
     ]
 
 

@@ -42,6 +42,8 @@ ODD = pool(
         "parameters in unequal subgroups", overridden(3, layers__0__mlp__up_proj__weight="0-1[S(1)] + 2[] @ S(0)")
     ),
     strategy("residual stream cut by tokens", overridden(2, layers__0="0-1[S(1)]"), U(1)),
+    # One subgroup holds terms of the loss, the other all of it: it counts once.
+    strategy("a loss in unequal subgroups", overridden(3, layers__2="0-1[S(1)] + 2[] @ S(2)")),
     strategy("three idle ranks", U(1)),
 )
 
