@@ -5,7 +5,7 @@
 
 The other program is run by torchrun with the same options (--layout, --model, --tokens-per-step, --steps, --warmup,
 --seed, --json), prints nothing we read, and leaves in its --json file {"steps": [{"loss", "wall"}, ...]}. Losses must
-agree to 1e-4 (float32); repetitions alternate, and medians are compared. Step times include everything between two steps.
+agree to 1e-4 (float32); repetitions alternate, and medians are compared. Step times include all between two steps.
 
 Model and data: a Llama with RMSNorm (eps 1e-5), rotary positions and grouped-query attention. Weights are 0.02 *
 numpy default_rng([seed, crc32(name)]).standard_normal, norms 1. Each step draws lognormal lengths (median 256, sigma 1,

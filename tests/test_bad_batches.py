@@ -301,7 +301,7 @@ with rank_guard(channel):
     ("how", "told"),
     [
         ("kill", r"first failure: rank 1: no sign of life for 8 s \(killed or frozen\)"),
-        ("raise", "first failure: rank 1: ZeroDivisionError: division by zero"),
+        pytest.param("raise", "first failure: rank 1: ZeroDivisionError: division by zero", marks=pytest.mark.long),
     ],
 )
 def test_when_a_rank_fails_during_a_step_all_others_end_and_name_it(how: str, told: str, tmp_path: Path) -> None:
