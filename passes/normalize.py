@@ -188,6 +188,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.select.int: _select,
     aten.select_backward.default: _select_backward,
     aten.mean.dim: _mean,
+    aten.mean.default: _mean,
     aten.native_dropout.default: _dropout,
     aten.addmm.default: _addmm,
     aten.nll_loss_forward.default: _nll,

@@ -63,7 +63,7 @@ def check_same_everywhere(
                 hint = (
                     "; seed the generator before the model is built, or load the same file" if what == "weights" else ""
                 )
-                raise InvalidInput(f"start-up: {what} differs between rank 0 and rank {rank}{hint}")
+                raise InvalidInput(f"start-up: rank 0 and rank {rank} differ in {what}{hint}")
 
 
 def _weights_digest(model: nn.Module) -> str:

@@ -249,7 +249,7 @@ def test_weights_that_differ_between_processes(gloo: GlooPool) -> None:
     with pytest.raises(WorkersFailed) as failed:
         gloo.run(different_weights_here, num_ranks=2)
     text = (
-        "start-up: weights differs between rank 0 and rank 1; seed the generator before the model is built, or load "
+        "start-up: rank 0 and rank 1 differ in weights; seed the generator before the model is built, or load "
         "the same file"
     )
     assert set(failed.value.texts) == {0, 1}
