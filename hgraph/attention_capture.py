@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -27,6 +28,23 @@ from hgraph.user_code import user_frame
 __all__ = ["attention_as_packed"]
 
 _HUGGING_FACE_NAME = "hydraulis_packed"
+_HARMLESS = (
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "layer_idx",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+)
+"""Arguments that `transformers` hands on to attention and that do not change its result on a packed row."""
+
 _cu_seqlens: ContextVar[Tensor] = ContextVar("cu_seqlens of the packed batch that is being traced")
 
 
@@ -111,6 +129,15 @@ def _hugging_face_attention(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = name
 
 
+def _place(module: nn.Module) -> str:
+    """The module that attends, by its path and line, for messages."""
+    stack = fx_traceback.current_meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()), ("", ""))[0] if stack else ""
+    frame = user_frame()
+    line = f", {frame.filename}:{frame.lineno}" if frame is not None else ""
+    return f"module {path or '(root)'} ({type(module).__name__}){line}"
+
+
 def _hugging_face_packed(
     module: nn.Module,
     query: Tensor,
@@ -121,10 +148,16 @@ def _hugging_face_packed(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """`transformers` calls it with query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
-    where = f"{type(module).__name__}"
+    where = _place(module)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise CaptureError(f"{where}: attention that is not causal is not supported")
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
+    if unknown:
+        raise CaptureError(f"{where}: attention with {', '.join(unknown)} is not supported")
     if attention_mask is not None:
         raise CaptureError(f"{where}: an attention mask is not supported; documents are kept apart by cu_seqlens")
     if sliding_window is not None or softcap is not None:

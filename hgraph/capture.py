@@ -10,9 +10,10 @@ the only one that calls it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 
@@ -79,7 +80,7 @@ def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor
     (24 tokens, 3 sequences). Raises `CaptureError` naming the module and line where the graph would hold for some
     batches only.
     """
-    parameters, buffers = _distinct_parameters(model), dict(model.named_buffers(remove_duplicate=False))
+    parameters, buffers = _distinct_parameters(model), _buffers(model)
     env = _Conditions()
     fake_mode = FakeTensorMode(shape_env=env)
     example = _example(dict(fields or {}))
@@ -93,8 +94,20 @@ def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor
         stack.enter_context(nn.utils.stateless._reparametrize_module(model, swapped, tie_weights=False))
         joint = _trace(stack, wrapper, list(inputs.values()))
         _refuse_guards(env, inputs)
+        buffers |= _lift_constants(joint.graph_module)
         graph = _describe(joint.graph_module.graph, inputs)
     return _captured(graph, model, parameters, buffers, tuple(fields or ()))
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: tensor for name, tensor in _state(model) if not isinstance(tensor, nn.Parameter)}
+    for name, tensor in buffers.items():
+        if tensor.device.type == "meta":
+            raise CaptureError(
+                f"buffer {name} is on the meta device, so its values are not known; build the model on the CPU, or "
+                "give its buffers values. Parameters may stay on meta"
+            )
+    return buffers
 
 
 class _Loss(nn.Module):
@@ -170,8 +183,11 @@ def _is_equality_of_counts(expression: Any) -> bool:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    """Every parameter and buffer by name; those of a module that is registered twice once, as a swap must be."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def _example(fields: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -239,6 +255,32 @@ def _current_module() -> str:
     return next(reversed(stack.values()), ("", ""))[0] if stack else ""
 
 
+def _lift_constants(module: fx.GraphModule) -> dict[str, Tensor]:
+    """Turns tensors that the forward pass made from numbers into inputs like buffers; returns them by name."""
+    constants: dict[str, Tensor] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        name = f"constant.{len(constants)}"
+        value = getattr(module, str(node.target))
+        with unset_fake_temporarily():
+            constants[name] = value.detach().clone()
+        first = next(iter(module.graph.nodes))
+        with module.graph.inserting_before(first):
+            new = module.graph.placeholder(f"constant_{len(constants)}")
+        new.meta = dict(node.meta) | {"desc": _Constant(name), "val": node.meta.get("val", value)}
+        node.replace_all_uses_with(new)
+        module.graph.erase_node(node)
+    return constants
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """Describes the placeholder of a lifted constant, as torch's descriptors do those of buffers."""
+
+    target: str
+
+
 def _symbols(inputs: Mapping[str, Tensor]) -> dict[Any, sympy.Expr]:
     """What the symbols of the inputs' first dims stand for."""
     symbols = {_symbol(tensor): BOUNDARIES - 1 for tensor in inputs.values()}
@@ -275,7 +317,7 @@ def _describe(graph: fx.Graph, inputs: Mapping[str, Tensor]) -> fx.Graph:
 def _describe_placeholder(node: fx.Node, fields: tuple[str, ...]) -> None:
     descriptor, facts = node.meta["desc"], info(node)
     kind = type(descriptor).__name__
-    if kind in ("ParamAOTInput", "BufferAOTInput"):
+    if kind in ("ParamAOTInput", "BufferAOTInput", "_Constant"):
         facts.role = "parameter" if kind == "ParamAOTInput" else "buffer"
         facts.name = descriptor.target.removeprefix("model.")
     elif kind == "PlainAOTInput":
@@ -284,12 +326,15 @@ def _describe_placeholder(node: fx.Node, fields: tuple[str, ...]) -> None:
         facts.role, facts.name = "scale", "scale"
     else:
         raise CaptureError(f"capture: cannot interpret graph input {descriptor}")
-    node.target = node.name = _identifier(facts.role, facts.name)
+    taken = {other.name for other in node.graph.nodes if other is not node}
+    node.target = node.name = _identifier(facts.role, facts.name, taken)
 
 
-def _identifier(role: str, name: str) -> str:
+def _identifier(role: str, name: str, taken: Set[str]) -> str:
     clean = "".join(char if char.isalnum() else "_" for char in name)
-    return clean if role in ("input", "scale") else f"{role}_{clean}"
+    base = clean if role in ("input", "scale") else f"{role}_{clean}"
+    candidates = (base if number == 0 else f"{base}__{number}" for number in itertools.count())
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def _shape(value: Any, symbols: Mapping[Any, sympy.Expr]) -> Shape | None:
@@ -332,6 +377,13 @@ def _captured(
     extra: tuple[str, ...],
 ) -> Captured:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for descriptor in output.meta["desc"]:
+        if (changed := getattr(descriptor, "mutated_input", None)) is not None:
+            what = getattr(changed, "target", "an input").removeprefix("model.")
+            raise CaptureError(
+                f"the forward pass changes {what} in place; a step must leave buffers as they are, since micro-batches "
+                "run in any order on any rank. Keep such state outside the model"
+            )
     names: list[str | None] = ["loss"]
     for node, descriptor in zip(output.args[0][1:], output.meta["desc"][1:], strict=True):
         target = getattr(getattr(descriptor, "grad_of", None), "target", None)

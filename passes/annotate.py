@@ -23,8 +23,8 @@ from torch import fx
 from hgraph.annotation import Annotation, replicated, sharded
 from hgraph.capture import Captured
 from hgraph.errors import InvalidAnnotation, InvalidInput
-from hgraph.graph import NodeInfo, info, tensor_inputs
-from hgraph.placements import balanced_sizes
+from hgraph.graph import NodeInfo, evaluate_shape, info, tensor_inputs, where
+from hgraph.placements import Shard, balanced_sizes
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Override, Scheme
 
@@ -81,6 +81,23 @@ def assign_stages(graph: fx.Graph, captured: Captured, scheme: Scheme) -> None:
         stages = [stage for stage in of_users if stage is not None]
         if _from_parameters_alone(node) and stages:
             info(node).stage = min(stages)
+    _refuse_backward_flow(graph, scheme)
+
+
+def _refuse_backward_flow(graph: fx.Graph, scheme: Scheme) -> None:
+    """Raises where a forward value would go back to an earlier stage (layers used out of order, or twice)."""
+    for node in graph.nodes:
+        facts = info(node)
+        if node.op != "call_function" or facts.phase != "forward" or facts.stage is None:
+            continue
+        for value in node.all_input_nodes:
+            own = info(value).stage
+            if own is not None and own > facts.stage:
+                raise InvalidInput(
+                    f"scheme {scheme}: {where(node)} is on stage {facts.stage}, but uses {where(value)} of stage "
+                    f"{own}; layers that are used out of order or more than once cannot be cut into stages here: use "
+                    "pp: 1, or a layer split that keeps them together"
+                )
 
 
 def _from_parameters_alone(node: fx.Node) -> bool:
@@ -336,8 +353,18 @@ def _check_override(override: Override, annotation: Annotation, facts: NodeInfo,
         )
     if annotation.is_partial:
         raise InvalidAnnotation(f"override {override.pattern!r}: {annotation} is partial; expected splits and copies")
-    static = [size if isinstance(size, int) else 4096 for size in facts.shape]
-    shard_map(annotation, static)
+    place = f"override {override.pattern!r}, {facts.name or 'output of ' + facts.module}"
+    for placement in annotation.placements():
+        if not isinstance(placement, Shard) or placement.dim >= len(facts.shape):
+            continue
+        if placement.sizes is not None and not isinstance(facts.shape[placement.dim], int):
+            raise InvalidAnnotation(
+                f"{place}: {placement} gives sizes for a dim whose length differs by batch; use S({placement.dim})"
+            )
+    try:
+        shard_map(annotation, evaluate_shape(facts.shape, 4096, 5))
+    except InvalidAnnotation as error:
+        raise InvalidAnnotation(f"{place}: {error}") from None
 
 
 def _outputs_of_module(graph: fx.Graph, module: str) -> list[fx.Node]:

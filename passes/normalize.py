@@ -135,6 +135,13 @@ def _mean(node: fx.Node) -> None:
     replace_uses(node, insert(node, aten.div.Scalar, (total, count), like=node))
 
 
+def _add(node: fx.Node) -> None:
+    """Python's `sum` begins with 0 + x."""
+    source, other = node.args[:2]
+    if other == 0 and isinstance(source, fx.Node) and info(source).dtype == info(node).dtype:
+        _fold(node)
+
+
 def _addmm(node: fx.Node) -> None:
     bias, first, second = node.args
     if node.kwargs:
@@ -190,6 +197,8 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.native_dropout.default: _dropout,
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
     aten.addmm.default: _addmm,
     aten.nll_loss_forward.default: _nll,
     aten.nll_loss_backward.default: _nll,
@@ -234,7 +243,7 @@ def _size_text(node: fx.Node, argument: Any) -> Any:
         return argument
     if len(info(argument).shapes) > 1 or argument.op == "placeholder":
         return argument
-    if node.target in RULES and node.target not in _SIZED:
+    if node.target in RULES and not _is_size_argument(node, argument):
         raise CaptureError(
             f"{where(node)} computes with a size or with a value read from a tensor ({where(argument)}), which would "
             "tie the graph to one batch. Leave sizes of the batch out of the arithmetic (the division by the number of "
@@ -243,14 +252,23 @@ def _size_text(node: fx.Node, argument: Any) -> Any:
     return str(argument.name)
 
 
-_SIZED = {
-    *_VIEWS,
-    *_CREATE_LIKE,
-    aten.expand.default,
-    aten.slice_backward.default,
-    aten.select_backward.default,
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.sym_size.int,
+def _is_size_argument(node: fx.Node, argument: fx.Node) -> bool:
+    """Whether a symbolic size stands where the operator takes a shape, which programs rebuild."""
+    position = _SIZES_AT.get(node.target)
+    if position is None or position >= len(node.args):
+        return False
+    sizes = node.args[position]
+    elsewhere = [other for index, other in enumerate(node.args) if index != position]
+    return argument in (sizes if isinstance(sizes, list | tuple) else [sizes]) and argument not in elsewhere
+
+
+_SIZES_AT: dict[Any, int] = {
+    **dict.fromkeys(_VIEWS, 1),
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
 }
+"""Which argument of an operator is a shape."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hgraph.graph import NodeInfo, Shape, info, set_info
+from hgraph.graph import Shape, info, set_info
 
 __all__ = ["copy_graph", "eliminate_dead_code", "insert", "replace_uses"]
 
@@ -62,7 +62,3 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-
-
-def new_info(**facts: Any) -> NodeInfo:
-    return NodeInfo(**facts)

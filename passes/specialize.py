@@ -280,6 +280,10 @@ class _Localizer:
             return self._input("num_tokens")
         if size == BOUNDARIES:
             return self._input("num_boundaries")
+        constant, rest = size.as_coeff_Add()
+        if constant != 0 and constant.is_Integer and rest != 0:
+            args = (self._expression(rest, node), int(constant))
+            return set_info(self.result.graph.call_function(operator.add, args), NodeInfo(role="size"))
         coefficient, rest = size.as_coeff_Mul()
         if rest in (TOKENS, BOUNDARIES) and coefficient.is_Integer:
             args = (self._expression(rest, node), int(coefficient))

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,8 @@ def calibrate(
 ) -> Profile:
     """Returns the profile of every scheme and strategy of the program's pool. Collective.
 
-    `lengths` are those of the measured sequences, cut to a scheme's limit. With `cache`, a folder,
+    `lengths` are those of the measured sequences; a scheme is measured with those that its limit and the model's table
+    of positions, if it has one, leave, and with shorter ones instead of the others. With `cache`, a folder,
     results are kept there by what they depend on.
     """
     tokens = {str(scheme): max_tokens_of(program, scheme, limits) for scheme in program.pool.schemes}
@@ -97,7 +98,10 @@ def max_tokens_of(program: Program, scheme: Scheme, limits: MemoryLimits) -> int
     if limits.budget_mib is None:
         raise InvalidInput(f"memory: no budget_mib, and max_tokens does not name scheme {scheme}")
     stages = scheme_memory(program.compiled[str(scheme)], program.captured, program.pool.num_ranks)
-    limit = token_limit(stages, limits.budget_mib * MIB)
+    try:
+        limit = token_limit(stages, limits.budget_mib * MIB)
+    except InvalidInput as error:
+        raise InvalidInput(f"memory: scheme {scheme}: {error}") from error
     if limit < 1:
         fixed = max(stage.fixed_bytes for stage in stages) / MIB
         raise InvalidInput(
@@ -119,18 +123,18 @@ def _measure(
     if not fresh:
         return {}
     samples: dict[str, list[_Sample]] = {str(scheme): [] for scheme in fresh}
-    shapes = _shapes(lengths, max(tokens[str(scheme)] for scheme in fresh))
+    names = [str(replica.scheme) for replica in strategy.replicas]
+    shapes = [_shapes(lengths, tokens[name], program.longest_sequence) for name in names]
     counts = [_micro_batches(replica.scheme.pp) for replica in strategy.replicas]
-    _run_once(program, strategy, [_fitting(shapes[0], tokens[str(r.scheme)]) for r in strategy.replicas], counts)
-    for shape in shapes:
-        loads = [_fitting(shape, tokens[str(replica.scheme)]) for replica in strategy.replicas]
+    _run_once(program, strategy, [own[0] for own in shapes], counts)
+    for turn in range(max(map(len, shapes))):
+        loads = [own[turn % len(own)] for own in shapes]
         times = [_run_once(program, strategy, loads, counts) for _ in range(repeats)]
         for index, replica in enumerate(strategy.replicas):
-            name = str(replica.scheme)
-            if name in samples and loads[index] == shape:
+            if names[index] in samples:
                 slots = counts[index] + replica.scheme.pp - 1
                 slot = statistics.median(run[index] for run in times) / slots
-                samples[name].append(_Sample(loads[index], slot))
+                samples[names[index]].append(_Sample(loads[index], slot))
     return {name: _fit(name, own, tokens[name]) for name, own in samples.items()}
 
 
@@ -139,22 +143,19 @@ def _micro_batches(pp: int) -> int:
     return 2 * pp - 1
 
 
-def _shapes(lengths: Sequence[int], limit: int) -> list[tuple[int, ...]]:
-    """The micro-batches to measure: one sequence of each length, and packs of short ones."""
-    single = sorted({min(length, limit) for length in lengths})
+def _shapes(lengths: Sequence[int], limit: int, longest: int | None) -> list[tuple[int, ...]]:
+    """The micro-batches to measure under a limit: one sequence of each length, and packs of short ones.
+
+    No sequence is longer than `longest`. Where lengths have to be cut, halves and quarters of the greatest take their
+    place, so that there are several points to fit.
+    """
+    top = limit if longest is None else min(limit, longest)
+    single = {length for length in lengths if length <= top}
+    if len(single) < len(set(lengths)):
+        single |= {max(1, top // 4), max(1, top // 2), top}
     room = min(limit, max(lengths))
-    packs = [(length,) * (room // length) for length in single if room // length > 1]
-    return [(length,) for length in single] + packs[:1]
-
-
-def _fitting(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """As much of a micro-batch as a replica can hold."""
-    kept: list[int] = []
-    for length in shape:
-        if sum(kept) + length > limit:
-            break
-        kept.append(length)
-    return tuple(kept) or (limit,)
+    packs = [(length,) * (room // length) for length in sorted(single) if room // length > 1]
+    return [(length,) for length in sorted(single)] + packs[:1]
 
 
 def _run_once(
@@ -215,7 +216,8 @@ def _timed_bridge(state: RankState, strategy: Strategy) -> RankGenerator[float]:
 def _random_batch(program: Program, lengths: Sequence[int]) -> Packed:
     generator = np.random.default_rng(_SEED)
     top = program.vocab_size or 2
-    return pack([torch.from_numpy(generator.integers(0, top, length)) for length in lengths])
+    row = pack([torch.from_numpy(generator.integers(0, top, length)) for length in lengths])
+    return replace(row, fields=program.contents.empty_fields(lengths))
 
 
 def _fit(name: str, samples: Sequence[_Sample], max_tokens: int) -> SchemeCost:

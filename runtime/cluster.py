@@ -7,13 +7,16 @@ otherwise the virtual cluster runs all of them, so that the same script works on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hgraph.errors import InvalidInput
+from hgraph.errors import InvalidInput, NonFiniteLoss
 from runtime.failure_channel import FailureChannel
 from runtime.gloo import ProcessTransport
 from runtime.messages import Message
@@ -46,6 +49,9 @@ class Cluster(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all processes, on every rank; one value where one process runs all ranks."""
 
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends what the cluster itself started; `error` is what ended the work early, for the other ranks to know."""
+
 
 class SimulatedCluster:
     """All ranks in this process (`runtime/virtual_cluster.py`)."""
@@ -77,9 +83,19 @@ class SimulatedCluster:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def close(self, error: BaseException | None = None) -> None:
+        del error
+
+
+_RAISED_BY_ALL = (InvalidInput, NonFiniteLoss)
+"""What every rank raises alike, so that a script may go on after it."""
+
 
 class ProcessCluster:
-    """One rank of a job of real processes, over the initialised default process group."""
+    """One rank of a job of real processes, over the initialised default process group.
+
+    Without a `channel` of the caller's it starts one of its own, so that no rank waits for one that has failed.
+    """
 
     def __init__(self, timeout_s: float, channel: FailureChannel | None = None) -> None:
         self.num_ranks = dist.get_world_size()
@@ -87,15 +103,22 @@ class ProcessCluster:
         self.local_ranks: tuple[int, ...] = (self.rank,)
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.timeout_s, self.channel = timeout_s, channel
+        self.timeout_s = timeout_s
+        self._end: weakref.finalize[..., ProcessCluster] | None = None
+        if channel is None:
+            channel = _own_channel(self.rank)
+            self._end = weakref.finalize(self, _end_channel, channel)
+        self.channel = channel
         self.transport: ProcessTransport | None = None
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        self.transport = ProcessTransport(create_groups(groups, self.timeout_s), self.timeout_s, self.channel)
+        with self._communicating():
+            self.transport = ProcessTransport(create_groups(groups, self.timeout_s), self.timeout_s, self.channel)
 
     def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
         assert self.transport is not None, "prepare comes first"
-        return {self.rank: self.transport.drive(generators[self.rank])}
+        with self._communicating():
+            return {self.rank: self.transport.drive(generators[self.rank])}
 
     def log_of(self, rank: int) -> list[Message]:
         assert rank == self.rank and self.transport is not None
@@ -103,13 +126,56 @@ class ProcessCluster:
 
     def broadcast(self, value: Any) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        with self._communicating():
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
+        with self._communicating():
+            dist.all_gather_object(values, value)
         return values
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._end is None or not self._end.detach():
+            return
+        if error is not None and not isinstance(error, _RAISED_BY_ALL):
+            self.channel.report(error)
+        self.channel.stop()
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Reports what leaves the block, unless all ranks raise it; other ranks may be waiting for this one."""
+        own = self._end is not None
+        if own:
+            self.channel.is_waiting = True
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, _RAISED_BY_ALL):
+                self.channel.report(error)
+            raise
+        finally:
+            if own:
+                self.channel.is_waiting = False
+
+
+def _own_channel(rank: int) -> FailureChannel:
+    """A started channel under a name that is new in this job, the same on all ranks: each counts its own."""
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"failure_channels_of_{rank}", 1)
+    channel = FailureChannel.on_default_store(name=f"failure_channel_{number}")
+    channel.is_waiting = False
+    channel.start()
+    return channel
+
+
+def _end_channel(channel: FailureChannel) -> None:
+    """Runs when the cluster is gone or the interpreter ends; where an exception ends it, the others are told which."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        channel.report(error)
+    channel.stop()
 
 
 def choose_cluster(num_ranks: int, timeout_s: float, channel: FailureChannel | None = None) -> Cluster:

@@ -31,6 +31,9 @@ from runtime.reshard import PreparedReshard, prepare, run_reshard
 __all__ = ["MicroBatchResult", "RankExecutor"]
 
 _PROBE = (1013, 7)
+_MOST_SHAPES = 64
+"""Of how many sizes a route keeps what it prepared."""
+
 _STANDARD_FIELDS = ("tokens", "positions", "labels", "cu_seqlens")
 
 
@@ -63,10 +66,15 @@ class _Route:
         )
 
     def _at(self, shape: tuple[int, ...]) -> PreparedReshard:
-        if shape not in self.by_shape:
+        prepared = self.by_shape.pop(shape, None)
+        if prepared is None:
             plan = plan_reshard(self.source, self.target, shape, collectives=False)
-            self.by_shape[shape] = prepare(plan, self.rank)
-        return self.by_shape[shape]
+            prepared = prepare(plan, self.rank)
+        # The latest used is the last; lengths differ from step to step, so most never come again.
+        self.by_shape[shape] = prepared
+        if len(self.by_shape) > _MOST_SHAPES:
+            del self.by_shape[next(iter(self.by_shape))]
+        return prepared
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from hgraph.strategy_file import write_pool
 from runtime.cluster import Cluster
 from runtime.optimizer import AdamW
 
-__all__ = ["check_same_everywhere", "model_facts", "vocabulary"]
+__all__ = ["check_same_everywhere", "model_facts", "trained_names"]
 
 _ATTENTION = torch.ops.hydraulis.packed_attention.default
 
@@ -30,17 +30,10 @@ def model_facts(captured: Captured) -> ModelFacts | None:
     return ModelFacts(captured.num_layers, min(heads), tuple(shapes), captured.module_names, shapes)
 
 
-def vocabulary(captured: Captured) -> int | None:
-    """Returns the number of rows of the embedding that token ids look up, None where there is none."""
-    for node in captured.graph.nodes:
-        if node.target != torch.ops.aten.embedding.default:
-            continue
-        weight, ids = node.args[:2]
-        while ids.op == "call_function":
-            ids = ids.args[0]
-        if info(ids).name == "tokens":
-            return int(info(weight).shape[0])
-    return None
+def trained_names(captured: Captured) -> set[str]:
+    """Returns the first names of the parameters that get a gradient; no strategy changes which."""
+    reached = set(captured.outputs)
+    return {facts.name for facts in captured.parameters if facts.requires_grad and not reached.isdisjoint(facts.names)}
 
 
 def check_same_everywhere(

@@ -47,6 +47,7 @@ class FailureChannel:
     """One rank's end of the channel. `start` and `stop` frame the time in which the rank must show signs of life.
 
     A rank that shows none for `stale_s` counts as dead. `exit_when_stuck` lets the watching thread end the process.
+    Attribute `is_waiting`: whether the main thread may be stuck in a wait; set it to False where it certainly is not.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FailureChannel:
         stale_s: float = 8.0,
         grace_s: float = 8.0,
         exit_when_stuck: bool = True,
+        name: str = "failure_channel",
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self.heartbeat_s, self.stale_s, self.grace_s = heartbeat_s, stale_s, grace_s
@@ -66,13 +68,14 @@ class FailureChannel:
         # A connection of its own: the job's may be blocked for as long as some rank waits for a key.
         connection = store.clone()  # type: ignore[attr-defined]
         connection.set_timeout(timedelta(seconds=stale_s))
-        self._store = PrefixStore("failure_channel", connection)
+        self._store = PrefixStore(name, connection)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Failure | None = None
+        self.is_waiting = True
 
     @staticmethod
-    def on_default_store(**options: float | bool) -> FailureChannel:
+    def on_default_store(**options: float | bool | str) -> FailureChannel:
         """Returns the channel of this rank on the store of the initialised default process group."""
         store = dist.distributed_c10d._get_default_store()
         return FailureChannel(store, dist.get_rank(), dist.get_world_size(), **options)  # type: ignore[arg-type]
@@ -140,7 +143,7 @@ class FailureChannel:
                 self._report(Failure(watched, f"no sign of life for {self.stale_s:g} s (killed or frozen)"))
             failure = self.first_failure()
             if failure is not None and failure.rank != self.rank:
-                known_since_s = known_since_s or now_s
+                known_since_s = (known_since_s or now_s) if self.is_waiting else now_s
                 self._end_if_stuck(failure, now_s - known_since_s)
 
     def _beat(self, beats: int, watched: int) -> bytes:

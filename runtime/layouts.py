@@ -40,7 +40,6 @@ class StrategyBridges:
     """Both bridges of one strategy on one rank.
 
     Plans are keyed `name` or `name#k`: k counts the parts of a layout that is not one union of single subgroups.
-    `alias` maps each name a parameter is used by to the parameter's first name.
     """
 
     def __init__(

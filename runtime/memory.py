@@ -2,6 +2,9 @@
 
 Counted: parameters and accumulated gradients in the compute layout, this rank's share of master weights and moments,
 values kept from forward to backward (times the micro-batches in flight), and the largest values of one program.
+
+1F1B keeps at most p - s micro-batches on stage s of p. GPipe keeps all of a step, however many those are, so that a
+budget says nothing about the size of one.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import torch
 from torch import fx
 
 from hgraph.capture import Captured
+from hgraph.errors import InvalidInput
 from hgraph.graph import BOUNDARIES, TOKENS, info
 from hgraph.shard_map import shard_map
+from hgraph.strategy import Scheme
 from passes.pipelines import CompiledScheme
 
 __all__ = ["StageMemory", "scheme_memory", "token_limit"]
@@ -30,16 +35,21 @@ _LIVE_TEMPORARIES = 3
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of the fullest rank of a stage; `per_micro_batch` and `temporary` are expressions in T."""
+    """Bytes of the fullest rank of a stage; `per_micro_batch` and `temporary` are expressions in T.
+
+    `in_flight` is the most micro-batches kept at once; None where that is all of a step.
+    """
 
     fixed_bytes: int
     per_micro_batch: sympy.Expr
     temporary: sympy.Expr
-    in_flight: int
+    in_flight: int | None
 
     @property
     def peak_bytes(self) -> sympy.Expr:
-        return self.fixed_bytes + self.in_flight * self.per_micro_batch + self.temporary
+        """With one micro-batch at once where nothing bounds their number."""
+        in_flight = 1 if self.in_flight is None else self.in_flight
+        return self.fixed_bytes + in_flight * self.per_micro_batch + self.temporary
 
 
 def scheme_memory(compiled: CompiledScheme, captured: Captured, num_ranks: int) -> list[StageMemory]:
@@ -55,20 +65,35 @@ def scheme_memory(compiled: CompiledScheme, captured: Captured, num_ranks: int) 
             largest = max(
                 (_bytes(node) for node in _values(programs.forward.graph)), key=_slope, default=sympy.Integer(0)
             )
-            in_flight = min(compiled.scheme.pp - number, compiled.scheme.pp)
+            in_flight = _in_flight(compiled.scheme, number)
             candidates.append(StageMemory(2 * held + optimizer, saved, _LIVE_TEMPORARIES * largest, in_flight))
         result.append(max(candidates, key=lambda memory: _slope(memory.peak_bytes)))
     return result
 
 
 def token_limit(stages: Iterable[StageMemory], budget_bytes: float) -> int:
-    """Returns the largest number of tokens of a micro-batch for which every stage fits into the budget (0: none)."""
+    """Returns the largest number of tokens of a micro-batch for which every stage fits into the budget (0: none).
+
+    Raises `InvalidInput` where a stage keeps all micro-batches of a step: their number is not known here.
+    """
     limits = []
     for stage in stages:
+        if stage.in_flight is None:
+            raise InvalidInput(
+                "schedule gpipe keeps all micro-batches of a step at once, so that a memory budget gives no limit for "
+                "one; give the scheme's limit in memory.max_tokens, or use schedule 1f1b"
+            )
         slope = _slope(stage.peak_bytes)
         start = float(stage.peak_bytes.subs({TOKENS: 0, BOUNDARIES: 1}))
         limits.append(int((budget_bytes - start) / slope) if slope else 2**31)
     return max(0, min(limits))
+
+
+def _in_flight(scheme: Scheme, stage: int) -> int | None:
+    """The most micro-batches between forward and backward on a stage; one stage runs each backward at once."""
+    if scheme.schedule == "gpipe" and scheme.pp > 1:
+        return None
+    return scheme.pp - stage
 
 
 def _slope(expression: sympy.Expr) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hgraph.data.batches import GlobalBatch
-from hgraph.errors import HydraulisError
+from hgraph.errors import HydraulisError, PlanError
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
@@ -88,6 +88,10 @@ class Planning:
             return self._plan_here(batch.lengths, step)
         except HydraulisError as error:
             return error
+        except Exception as error:  # whatever it is: the other ranks wait for an answer
+            problem = PlanError(f"plan of step {step}: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            return problem
 
     def _plan_here(self, lengths: Sequence[int], step: int) -> StepPlan:
         start_s = time.perf_counter()

@@ -31,9 +31,11 @@ from passes.pipelines import CompiledScheme, compile_scheme, normalized
 from runtime.calibrate import MemoryLimits, calibrate
 from runtime.cluster import Cluster, choose_cluster
 from runtime.executor import RankExecutor
-from runtime.facts import check_same_everywhere, model_facts, vocabulary
+from runtime.facts import check_same_everywhere, model_facts, trained_names
 from runtime.failure_channel import FailureChannel
 from runtime.layouts import StrategyBridges, bridge_plans, owned_box
+from runtime.lookups import check_lengths, longest_sequence, vocabulary
+from runtime.micro_batches import contents_of
 from runtime.optimizer import AdamW, ShardedAdamW
 from runtime.planning import Planning
 from runtime.rank_step import Executable, RankOutcome, RankState, StepFacts, rank_step
@@ -97,6 +99,8 @@ def compile(
     - `profile`: costs and token limits per scheme, or a function that makes them; without it they are measured on this
       machine (`calibrate`), within `limits`.
     - `seed`: initialises parameters that are on the meta device; weights that are there are kept.
+    - `fields`: one example (24 tokens or 3 sequences) of each further field that the loss reads from `packed.fields`;
+      the data set gives those of each sequence (`fields(i)`, see `hgraph/data/dataset.py`).
     - `depth`: how many steps `Program.ahead` plans before they are needed, in a process of its own; 0 plans in step.
     - `exact`: everything in float64, also where the model casts to float32 (for comparison with the plain model).
     - `dump`: called with scheme, pass and text after every pass.
@@ -157,7 +161,9 @@ class Program:
         self.model, self.captured, self.compiled, self.pool = model, captured, compiled, pool
         self.optimizer, self.cluster, self.seed = optimizer, cluster, seed
         self._planning: Planning | None = None
-        self.vocab_size = vocabulary(captured)
+        self.contents = contents_of(captured)
+        self.vocab_size = vocabulary(self.contents.lookups)
+        self.longest_sequence = longest_sequence(self.contents.lookups)
         self.dtype = _compute_dtype(captured)
         self.master_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.step_count = 0
@@ -182,6 +188,7 @@ class Program:
         Raises `InvalidInput` for a batch that cannot be run and `NonFiniteLoss`; state is then as before.
         """
         batch = batch if isinstance(batch, GlobalBatch) else make_batch(batch)
+        check_lengths(batch.ids, batch.lengths, self.contents.lookups)
         plan, waited_ms = self.planning.plan(batch, self.step_count)
         return self.run_plan(batch, plan, waited_ms)
 
@@ -214,7 +221,8 @@ class Program:
         return self._run(batch, plan, update=False).measured_ms
 
     def _run(self, batch: GlobalBatch, plan: StepPlan, *, update: bool) -> RankOutcome:
-        facts = StepFacts(self.step_count, batch, plan, self.pool[plan.strategy], self.vocab_size)
+        check_lengths(batch.ids, batch.lengths, self.contents.lookups)
+        facts = StepFacts(self.step_count, batch, plan, self.pool[plan.strategy])
         generators = {rank: rank_step(state, facts, update=update) for rank, state in self.ranks.items()}
         with torch.no_grad():
             return next(iter(self.cluster.run(generators).values()))
@@ -232,16 +240,17 @@ class Program:
         """Copies the trained weights into the user's module. Collective."""
         write_back(self.model, self.state_dict())
 
-    def close(self) -> None:
-        """Ends the planner's process."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the planner's process, and tells the other ranks that this one has finished, or failed with `error`."""
         if self._planning is not None:
             self._planning.close()
+        self.cluster.close(error)
 
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
 
     @property
     def planning(self) -> Planning:
@@ -259,6 +268,8 @@ class Program:
 
     def strategies_for(self, length: int) -> list[str]:
         """Returns the names of the strategies that can run a sequence of `length` tokens."""
+        if self.longest_sequence is not None and length > self.longest_sequence:
+            return []
         return [
             strategy.name
             for strategy in self.pool.strategies
@@ -279,6 +290,7 @@ class Program:
         owned: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         named = dict(self.model.named_parameters())
+        trained = trained_names(self.captured)
         for facts in self.captured.parameters:
             box = owned_box(facts.shape, self.pool.num_ranks, rank)
             if box is None:
@@ -286,10 +298,9 @@ class Program:
             whole = initial_value(named[facts.name], facts, self.seed)
             part = whole[relative(box, tuple((0, size) for size in facts.shape))]
             part = part.detach().to(self.cluster.device, self.master_dtype, copy=True)
-            (owned if facts.requires_grad else frozen)[facts.name] = part
-        state = RankState(
-            rank, self.pool.num_ranks, self.dtype, ShardedAdamW(self.optimizer, owned), frozen, self.captured
-        )
+            (owned if facts.name in trained else frozen)[facts.name] = part
+        optimizer = ShardedAdamW(self.optimizer, owned)
+        state = RankState(rank, self.pool.num_ranks, self.dtype, optimizer, frozen, self.captured, self.contents)
         for strategy in self.pool.strategies:
             state.executables[strategy.name] = self._executable(strategy.name, rank)
         return state

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from hgraph.capture import Captured
 from hgraph.data.batches import GlobalBatch
-from hgraph.data.check_packed import check_packed
-from hgraph.data.packed import Packed, pack
+from hgraph.data.packed import Packed
 from hgraph.errors import InvalidInput, NonFiniteLoss
 from hgraph.plan import StepPlan
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Strategy
 from runtime.executor import MicroBatchResult, RankExecutor
 from runtime.layouts import StrategyBridges
+from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import ShardedAdamW
 from runtime.requests import AllGather, AllReduce, RankGenerator
 
@@ -49,7 +49,11 @@ class Executable:
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank keeps from step to step. `frozen` holds its shards of parameters that are not trained."""
+    """What one rank keeps from step to step.
+
+    `frozen` holds its shards of parameters that are not trained, or that the loss does not depend on: as with
+    PyTorch's optimizers, what gets no gradient does not decay either.
+    """
 
     rank: int
     num_ranks: int
@@ -57,6 +61,7 @@ class RankState:
     optimizer: ShardedAdamW
     frozen: dict[str, Tensor]
     captured: Captured
+    contents: Contents = field(default_factory=Contents)
     executables: dict[str, Executable] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
@@ -76,7 +81,6 @@ class StepFacts:
     batch: GlobalBatch
     plan: StepPlan
     strategy: Strategy
-    vocab_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ def _fetch(state: RankState, executable: Executable, facts: StepFacts) -> RankGe
     try:
         if executable.replica is not None:
             plan = facts.plan.replicas[executable.replica]
-            packed = [_pack(facts, indices) for indices in plan.micro_batches]
+            packed = [pack_micro_batch(facts.batch, indices, state.contents) for indices in plan.micro_batches]
     except InvalidInput as error:
         problem = str(error)
     except Exception as error:  # whatever a data set raises: the other ranks must not wait for this one
@@ -152,32 +156,6 @@ def _fetch(state: RankState, executable: Executable, facts: StepFacts) -> RankGe
     texts = yield AllGather(world, own, ((_MESSAGE_BYTES,),) * state.num_ranks, "step: what is wrong")
     found = [bytes(rows.tolist()).rstrip(b"\0").decode(errors="replace") for rows in texts]
     raise InvalidInput(f"step {facts.step}: " + next(text for text in found if text)) from cause
-
-
-def _pack(facts: StepFacts, indices: Sequence[int]) -> Packed:
-    sequences, labels = [], []
-    for index in indices:
-        tokens, own = facts.batch.sequence(index)
-        if len(tokens) != facts.batch.lengths[index]:
-            raise InvalidInput(
-                f"sequence id {facts.batch.ids[index]}: expected {facts.batch.lengths[index]} tokens, got {len(tokens)}"
-            )
-        sequences.append(tokens)
-        labels.append(own)
-    try:
-        return check_packed(pack(sequences, labels=labels), facts.vocab_size)
-    except InvalidInput:
-        for index, tokens, own in zip(indices, sequences, labels, strict=True):
-            _check_alone(facts.batch.ids[index], tokens, own, facts.vocab_size)
-        raise
-
-
-def _check_alone(sequence_id: int, tokens: Tensor, labels: Tensor | None, vocab_size: int | None) -> None:
-    """Raises `InvalidInput` that names the sequence, and the position in it, where it is the one that is wrong."""
-    try:
-        check_packed(pack([tokens], labels=[labels]), vocab_size)
-    except InvalidInput as error:
-        raise InvalidInput(f"sequence with id {sequence_id}: {error}") from error
 
 
 def exchange_parameters(state: RankState, executable: Executable) -> RankGenerator[dict[str, Tensor]]:

@@ -46,22 +46,21 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
 def reference_step(
     model: nn.Module, loss: LossFunction, sequences: Sequence[Packed], denominator: float
 ) -> tuple[float, dict[str, Tensor]]:
-    """Returns the loss sum over `denominator`, and the gradient of every distinct parameter by its first name.
+    """Returns the loss sum over `denominator`, and the gradients of the parameters that get one, by first name.
 
+    A parameter that is not trained, or that the loss does not depend on, has none (autograd leaves `.grad` None).
     `model` is in float64. Each of `sequences` holds one sequence. With a denominator of 0 both are zero.
     """
-    parameters = dict(model.named_parameters())
-    gradients = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in parameters.items()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients: dict[str, Tensor] = {}
     total = 0.0
-    if denominator == 0:
-        return total, gradients
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for packed in sequences:
         with _in_float64(model):
             value = loss(model, packed)
-            found = torch.autograd.grad(value / denominator, list(trained.values()), allow_unused=True)
-        total += value.item() / denominator
+            scaled = value / denominator if denominator else value * 0.0
+            found = torch.autograd.grad(scaled, list(trained.values()), allow_unused=True)
+        total += scaled.item()
         for name, gradient in zip(trained, found, strict=True):
             if gradient is not None:
-                gradients[name] += gradient
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return total, gradients

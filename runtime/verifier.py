@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from hgraph.capture import LossFunction
 from hgraph.check_plan import check_plan
 from hgraph.data.batches import GlobalBatch
-from hgraph.data.packed import Packed, pack
+from hgraph.data.packed import Packed
 from hgraph.errors import InvalidInput, VerificationError
 from hgraph.profile import Profile, SchemeCost
 from hgraph.strategy import Pool, Strategy
 from runtime.cluster import Cluster
+from runtime.facts import trained_names
 from runtime.failure_channel import FailureChannel
 from runtime.messages import Message
+from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import AdamW, learning_rate
 from runtime.program import compile
 from runtime.rank_step import RankOutcome, StepFacts, rank_step
@@ -117,7 +119,7 @@ class Verifier:
         self.reference = copy.deepcopy(model).double()
         self._adamw = _reference_optimizer(self.reference, self.optimizer)
         facts = self.program.captured.parameters
-        self._gradients = WholeTensors(self.program, {one.name for one in facts if one.requires_grad})
+        self._gradients = WholeTensors(self.program, trained_names(self.program.captured))
         self._weights = WholeTensors(self.program, {one.name for one in facts})
         self._steps_done = 0
         self._explained = dict.fromkeys(dict(self.reference.named_parameters()), 0.0)
@@ -170,7 +172,7 @@ class Verifier:
         else:
             plan = plan_of(trial.assignment, strategy, profile, lengths, program.step_count)
         check_plan(plan, program.pool, profile, lengths)
-        facts = StepFacts(program.step_count, trial.batch, plan, strategy, program.vocab_size)
+        facts = StepFacts(program.step_count, trial.batch, plan, strategy)
         generators = {rank: rank_step(state, facts, keep_gradients=True) for rank, state in program.ranks.items()}
         with torch.no_grad():
             outcomes = program.cluster.run(generators)
@@ -181,20 +183,20 @@ class Verifier:
     def _compare(
         self, batch: GlobalBatch, outcome: RankOutcome, gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]
     ) -> tuple[Deviation, ...]:
-        sequences = [_alone(batch, index) for index in range(len(batch))]
+        sequences = [_alone(batch, index, self.program.contents) for index in range(len(batch))]
         loss, expected = reference_step(self.reference, self.loss, sequences, batch.num_targets)
-        trained = {name: p for name, p in self.reference.named_parameters() if p.requires_grad}
-        norm = math.sqrt(sum(expected[name].square().sum().item() for name in trained))
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
         floor = GRADIENT_FLOOR * norm
         found = [
             self._deviation("loss", outcome.loss, loss),
             self._deviation("gradient norm", outcome.grad_norm, norm),
         ]
-        for name in trained:
-            found.append(self._deviation(f"gradient of {name}", gradients[name], expected[name], floor))
+        for name in (name for name, _ in self.reference.named_parameters() if name in gradients or name in expected):
+            own, other = (one.get(name, torch.zeros(())) for one in (gradients, expected))
+            found.append(self._deviation(f"gradient of {name}", own, other, floor))
         rate = self._reference_update(expected, batch.num_targets)
         for name, parameter in self.reference.named_parameters():
-            if name in trained:
+            if name in gradients and name in expected:
                 difference = _greatest(gradients[name] - expected[name])
                 self._explained[name] += 2.0 * rate / self.optimizer.eps * difference
             found.append(self._deviation(f"weight {name}", weights[name], parameter.detach(), self._explained[name]))
@@ -209,7 +211,7 @@ class Verifier:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         for name, parameter in self.reference.named_parameters():
-            parameter.grad = gradients[name].clone() if parameter.requires_grad else None
+            parameter.grad = gradients[name].clone() if name in gradients else None
         if self.optimizer.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.reference.parameters(), self.optimizer.max_grad_norm)
         self._adamw.step()
@@ -253,9 +255,8 @@ def _reference_optimizer(model: nn.Module, config: AdamW) -> torch.optim.AdamW:
     return torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-def _alone(batch: GlobalBatch, index: int) -> Packed:
-    tokens, labels = batch.sequence(index)
-    return pack([tokens], labels=[labels])
+def _alone(batch: GlobalBatch, index: int, contents: Contents) -> Packed:
+    return pack_micro_batch(batch, [index], contents)
 
 
 def _counts(message: Message, rank: int) -> bool:

@@ -272,6 +272,60 @@ def test_a_pool_for_another_number_of_processes(gloo: GlooPool) -> None:
     assert len(failed.value.texts) == 2
 
 
+def breaks_without_a_channel(where: str) -> tuple[str, float]:
+    """One rank raises what no other does, in a script without a guard; returns what this rank was told, and when."""
+    torch.set_num_threads(1)
+    program = exact_program(Table(1.0, 2.0, 3.0, 4.0), table_loss, THREE, timeout_s=4.0)
+    rank = dist.get_rank()
+    start_s = time.monotonic()
+    try:
+        if where == "planning" and rank == 0:
+            program.planning._plan_here = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+        if where == "step" and rank == 1:
+            program.ranks[1].executables["tp1 x3"].executor.run = lambda *_: 1 / 0  # type: ignore[union-attr]
+        if where == "step":
+            train_step(program, make_batch(SOUND), "tp1 x3", EACH)
+        program.step(SOUND)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start_s
+    program.close()
+    return told, seconds
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("planning", "PlanError: plan of step 0: ZeroDivisionError: division by zero"),
+        ("step", "first failure: rank 1: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_one_rank_raises_ends_all_without_a_channel_of_the_script(gloo: GlooPool, where: str, told: str) -> None:
+    answers = gloo.run(breaks_without_a_channel, where, num_ranks=3, timeout_s=60.0)
+    others = answers if where == "planning" else [answers[0], answers[2]]
+    assert all(told in text for text, _ in others), answers
+    assert max(seconds for _, seconds in answers) < 20.0
+
+
+def two_programs_after_a_failure() -> float:
+    """The failure of one program is not that of the next."""
+    for channel_is_told in (True, False):
+        program = three_replicas()
+        if channel_is_told:
+            program.cluster.channel.report(KeyError("old"))  # type: ignore[attr-defined]
+            program.close()
+    assert program.cluster.channel.first_failure() is None  # type: ignore[attr-defined]
+    loss = program.step(SOUND).loss
+    program.close()
+    return loss
+
+
+@pytest.mark.gloo
+def test_each_program_has_a_channel_of_its_own(gloo: GlooPool) -> None:
+    assert len(set(gloo.run(two_programs_after_a_failure, num_ranks=3, timeout_s=60.0))) == 1
+
+
 JOB = """
 import os, signal, sys
 import torch

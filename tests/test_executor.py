@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hgraph.capture import Captured, LossFunction, capture
+from hgraph.graph import evaluate_shape
 from hgraph.placements import balanced_sizes
 from hgraph.shard_map import shard_map
-from hgraph.strategy import Override, Scheme, Stage
+from hgraph.strategy import Override, Replica, Scheme, Stage
 from passes.pipelines import CompiledScheme, compile_scheme, normalized
+from runtime.executor import RankExecutor
 from tests.models import gpt, hugging_face_llama, hugging_face_loss, language_loss, llama, random_batches
 from tests.scheme_runs import Outcome, assert_equal_to_reference, denominator_of, run_compiled
 
@@ -320,6 +322,41 @@ def test_twenty_heads_over_eight_ranks() -> None:
     compiled = compile_scheme(captured(model), Scheme.uniform(8))
     assert query_heads(compiled, model, 2) == [3, 3, 3, 3, 2, 2, 2, 2] == list(balanced_sizes(20, 8))
     check(model, compiled.scheme, ((5, 1), (9,)), compiled=compiled)
+
+
+@pytest.mark.parametrize("padding", [0, 7, 60])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_an_embedding_with_padding(tp: int, padding: int) -> None:
+    """The padding's row gets no gradient, on whichever rank it lies."""
+    model = gpt(layers=1)
+    model.head.weight = nn.Parameter(torch.randn(61, 24, dtype=torch.float64))
+    model.tokens.padding_idx = padding
+    batches, sequences = random_batches(((9, 4), (6,)), 61)
+    for batch in (*batches, *sequences):
+        batch.tokens[batch.tokens % 3 == 0] = padding
+    compiled = compile_scheme(captured(model), Scheme.uniform(tp))
+    outcome = run_compiled(compiled, captured(model), model, batches)
+    assert_equal_to_reference(outcome, model, language_loss, sequences)
+    assert not outcome.gradients["tokens.weight"][padding].any()
+    assert outcome.gradients["tokens.weight"].any()
+
+
+def test_a_route_keeps_the_latest_sizes_alone() -> None:
+    """Over tokens, a Reshard is prepared for each number of them."""
+    scheme = Scheme.uniform(2, overrides=(Override("blocks.0.norm_1", "0-1[S(1)]"),))
+    model = gpt(layers=1, max_positions=200)
+    compiled = compile_scheme(captured(model), scheme)
+    executor = RankExecutor(compiled, Replica(scheme, (0, 1)), 0, {}, torch.float64)
+    route = next(route for route in executor.forward_routes if route.prepared is None)
+    prepared = {}
+    for tokens in range(1, 101):
+        shape = evaluate_shape(route.shape, tokens, 2)
+        prepared[tokens] = route._at(shape)
+        assert route._at(evaluate_shape(route.shape, 1, 2)) is prepared[1]
+    assert len(route.by_shape) == 64
+    assert route._at(evaluate_shape(route.shape, 100, 2)) is prepared[100]
+    assert route._at(evaluate_shape(route.shape, 2, 2)) is not prepared[2]
+    assert len(route.by_shape) == 64
 
 
 # One rank, shared programs, places

@@ -8,13 +8,13 @@ whose border is the last, smaller batch, never an empty one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from hgraph.data.dataset import Dataset, PieceDataset, TokenDataset, sequence_labels, target_counts
+from hgraph.data.dataset import Dataset, PieceDataset, TokenDataset, sequence_fields, sequence_labels, target_counts
 from hgraph.data.policy import LengthPolicy, PolicyReport, apply_length_policy
 from hgraph.errors import InvalidInput
 
@@ -92,6 +92,12 @@ class GlobalBatch:
                     f"got shape {list(row.shape)}"
                 )
         return tokens, labels
+
+    def fields(self, position: int, per_token: Collection[str] = ()) -> Mapping[str, Tensor]:
+        """Returns the further fields of the sequence at `position` of the batch; `per_token` names those that are as
+        long as the sequence.
+        """
+        return sequence_fields(self.dataset, self.ids[position], per_token)
 
 
 class GlobalBatches:
@@ -252,10 +258,14 @@ def make_batch(
     sequences: Sequence[Sequence[int] | np.ndarray | Tensor],
     labels: Sequence[Sequence[int] | np.ndarray | Tensor | None] | None = None,
     *,
+    fields: Sequence[Mapping[str, Tensor]] | None = None,
     index: int = 0,
 ) -> GlobalBatch:
-    """Returns one global batch of these sequences, with ids 0, 1, ...; labels are targets aligned to tokens."""
-    dataset = TokenDataset(sequences, labels)
+    """Returns one global batch of these sequences, with ids 0, 1, ...; labels are targets aligned to tokens.
+
+    `fields` has the further fields of each sequence that a loss reads.
+    """
+    dataset = TokenDataset(sequences, labels, fields)
     ids = tuple(range(len(dataset)))
     targets = int(dataset.target_counts.sum())
     return GlobalBatch(index, 0, ids, tuple(dataset.lengths.tolist()), targets, dataset, BatchState(0, 0, index + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +14,15 @@ from hgraph.data.packed import IGNORED_LABEL, shifted_labels
 from hgraph.data.policy import Pieces, PolicyReport
 from hgraph.errors import InvalidInput
 
-__all__ = ["Dataset", "MemmapDataset", "PieceDataset", "TokenDataset", "sequence_labels", "target_counts"]
+__all__ = [
+    "Dataset",
+    "MemmapDataset",
+    "PieceDataset",
+    "TokenDataset",
+    "sequence_fields",
+    "sequence_labels",
+    "target_counts",
+]
 
 
 @runtime_checkable
@@ -22,8 +30,9 @@ class Dataset(Protocol):
     """What a data set must have: lengths known without reading, and tokens by id.
 
     Optional: `labels(i)`, the targets aligned to tokens ([length], what token i predicts, -100 for nothing; None: the
-        next token), and `target_counts`, int array of the number of targets by id, which saves counting them at the
-        start.
+        next token), `target_counts`, int array of the number of targets by id, which saves counting them at the start,
+        and `fields(i)`, a mapping from the name of each further field that a loss reads to its tensor ([length, ...]
+        where it is per token).
     """
 
     @property
@@ -46,7 +55,13 @@ class TokenDataset:
         self,
         sequences: Sequence[Sequence[int] | np.ndarray | Tensor],
         labels: Sequence[Sequence[int] | np.ndarray | Tensor | None] | None = None,
+        fields: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
+        if fields is not None and len(fields) != len(sequences):
+            raise InvalidInput(
+                f"fields: expected one mapping for each of {len(sequences)} sequences, got {len(fields)}"
+            )
+        self._fields = fields
         self._tokens = [_ids(sequence, f"sequence {index}") for index, sequence in enumerate(sequences)]
         self.lengths = np.array([len(row) for row in self._tokens], dtype=np.int64)
         for index, row in enumerate(self._tokens):
@@ -82,6 +97,9 @@ class TokenDataset:
     def labels(self, index: int) -> Tensor | None:
         row = None if self._labels is None else self._labels[index]
         return None if row is None else torch.from_numpy(row)
+
+    def fields(self, index: int) -> Mapping[str, Tensor]:
+        return {} if self._fields is None else self._fields[index]
 
 
 class MemmapDataset:
@@ -182,6 +200,13 @@ class PieceDataset:
     def labels(self, index: int) -> Tensor | None:
         return self._piece_labels(index)
 
+    def fields(self, index: int, per_token: Collection[str] = ()) -> dict[str, Tensor]:
+        """Returns the fields of one piece: those of `per_token` cut as its tokens are, the others as they are."""
+        document, offset = self._place(index)
+        stop = offset + int(self.lengths[index])
+        whole = sequence_fields(self.dataset, document, per_token)
+        return {name: value[offset:stop] if name in per_token else value for name, value in whole.items()}
+
     def _piece_labels(self, index: int) -> Tensor | None:
         document, offset = self._place(index)
         labels = sequence_labels(self.dataset, document)
@@ -196,6 +221,14 @@ def sequence_labels(dataset: Dataset, index: int) -> Tensor | None:
     """Returns the targets aligned to tokens that the data set gives for one sequence; None: the next token."""
     labels = getattr(dataset, "labels", None)
     return None if labels is None else labels(index)
+
+
+def sequence_fields(dataset: Dataset, index: int, per_token: Collection[str] = ()) -> Mapping[str, Tensor]:
+    """Returns the further fields that the data set gives for one sequence; those of `per_token` are as long as it."""
+    if isinstance(dataset, PieceDataset):
+        return dataset.fields(index, per_token)
+    fields = getattr(dataset, "fields", None)
+    return {} if fields is None else fields(index)
 
 
 def target_counts(dataset: Dataset) -> np.ndarray:

@@ -98,11 +98,7 @@ def _on_structure(annotation: Annotation | None, structure: Structure) -> Annota
     if annotation is not None and _structure(annotation) == structure:
         return annotation
     subgroups = tuple(Subgroup(ranks, mesh, (Replicate(),) * len(mesh)) for ranks, mesh in structure)
-    whole = Annotation(subgroups)
-    if annotation is not None and annotation.is_partial:
-        # Remember that it arrives partial, so that the caller sees a reduction is needed.
-        return whole
-    return whole
+    return Annotation(subgroups)
 
 
 def _solve_structure(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sympy
 from torch import fx
 
-from hgraph.graph import Shape, Size, info, int_argument, tensor_inputs
+from hgraph.errors import RuleError
+from hgraph.graph import Shape, Size, info, int_argument, tensor_inputs, where
 from passes.rules.sharding import Dims, OpSharding
 
 __all__ = ["cat", "expand", "permute", "reshape", "select", "slice_dim", "squeeze", "transpose", "unsqueeze"]
@@ -100,6 +101,11 @@ def select(node: fx.Node) -> list[OpSharding]:
 
 def cat(node: fx.Node) -> list[OpSharding]:
     """The dim along which tensors are joined must be whole on every rank."""
+    if len({len(info(argument).shape) for argument in tensor_inputs(node)}) > 1:
+        raise RuleError(
+            f"{where(node)} joins tensors of different numbers of dims, as a key/value cache does; call a Hugging Face "
+            "model with use_cache=False"
+        )
     shape = info(node).shape
     dim = int_argument(node, 1, 0) % len(shape)
     sizes: dict[str, Size] = {f"d{index}": size for index, size in enumerate(shape)}

@@ -228,8 +228,9 @@ def _token_limits(
     limits = dict(config.memory.max_tokens)
     budget_mib = config.memory.budget_mib
     for text, one in compiled.items():
-        if text not in limits and budget_mib is not None:
-            limits[text] = token_limit(scheme_memory(one, captured, pool.num_ranks), budget_mib * MIB)
+        stages = scheme_memory(one, captured, pool.num_ranks)
+        if text not in limits and budget_mib is not None and all(stage.in_flight is not None for stage in stages):
+            limits[text] = token_limit(stages, budget_mib * MIB)
     return limits
 
 

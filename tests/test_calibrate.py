@@ -1,0 +1,91 @@
+"""Token limits from memory, and what calibration runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hgraph.capture import capture
+from hgraph.data import Packed
+from hgraph.errors import InvalidInput
+from hgraph.profile import Profile
+from hgraph.strategy import Scheme
+from passes.pipelines import compile_scheme, normalized
+from runtime import calibrate as calibration
+from runtime.calibrate import MemoryLimits, calibrate
+from runtime.memory import scheme_memory
+from runtime.program import Program
+from tests.models import gpt, language_loss, llama
+from tests.small_pools import exact_program, pool, strategy
+
+U = Scheme.uniform
+UNEQUAL = pool(3, strategy("tp2, tp1", U(2), U()))
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, limits: MemoryLimits, **options: object
+) -> tuple[Profile, dict[int, set[tuple[int, ...]]]]:
+    """Calibrates; returns the profile, and the lengths that each replica was measured with."""
+    ran: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
+    run_once = calibration._run_once
+
+    def spy(program: Program, own: object, loads: list[tuple[int, ...]], counts: object) -> list[float]:
+        for index, load in enumerate(loads):
+            ran[index].add(load)
+        return run_once(program, own, loads, counts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calibration, "_run_once", spy)
+    settings = {"profile": lambda program: calibrate(program, limits, lengths=(8, 16, 64), repeats=1)} | options
+    return exact_program(model, language_loss, UNEQUAL, **settings).profile, ran
+
+
+def test_a_scheme_with_a_small_limit_is_measured_beside_one_with_a_large_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = MemoryLimits(max_tokens={"tp1": 5, "tp2": 200})
+    profile, ran = measured(monkeypatch, llama(layers=1, hidden=8, heads=2, kv_heads=1, ffn=5, vocab_size=7), limits)
+    assert {name: cost.max_tokens for name, cost in profile.schemes.items()} == {"tp1": 5, "tp2": 200}
+    assert all(cost.micro_batch_ms([5]) > 0 for cost in profile.schemes.values())
+    assert ran[0] == {(8,), (16,), (64,), (8,) * 8}
+    assert ran[1] == {(1,), (2,), (5,), (1,) * 5}
+
+
+def test_no_sequence_is_longer_than_the_table_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = MemoryLimits(max_tokens={"tp1": 100, "tp2": 100})
+    _, ran = measured(monkeypatch, gpt(layers=1, max_positions=40), limits)
+    assert ran[0] == ran[1] == {(8,), (10,), (16,), (20,), (40,), (8,) * 8}
+
+
+def test_fields_are_made_up() -> None:
+    def loss(model: nn.Module, packed: Packed) -> Tensor:
+        return language_loss(model, packed) + packed.fields["weight"].sum() + packed.fields["shift"].sum()
+
+    example = {"weight": torch.ones(24, dtype=torch.float64), "shift": torch.ones(3, 2, dtype=torch.float64)}
+    limits = MemoryLimits(max_tokens={"tp1": 9})
+    program = exact_program(
+        gpt(layers=1),
+        loss,
+        pool(1, strategy("one", U())),
+        fields=example,
+        profile=lambda program: calibrate(program, limits, lengths=(2, 4, 9), repeats=1),
+    )
+    assert program.profile.schemes["tp1"].max_tokens == 9
+
+
+def test_gpipe_needs_a_limit_that_is_given() -> None:
+    captured = normalized(capture(gpt(), language_loss))
+    kept = {
+        name: [
+            stage.in_flight for stage in scheme_memory(compile_scheme(captured, U(1, pp, schedule=name)), captured, 2)
+        ]
+        for name, pp in (("1f1b", 2), ("gpipe", 2))
+    }
+    assert kept == {"1f1b": [2, 1], "gpipe": [None, None]}
+    both = pool(2, strategy("gpipe", U(1, 2, schedule="gpipe")))
+    program = exact_program(gpt(), language_loss, both)
+    (scheme,) = both.schemes
+    text = r"memory: scheme tp1_?.?pp2.*gpipe: schedule gpipe keeps all micro-batches .* give .* memory\.max_tokens"
+    with pytest.raises(InvalidInput, match=text):
+        calibration.max_tokens_of(program, scheme, MemoryLimits())
+    assert calibration.max_tokens_of(program, scheme, MemoryLimits(max_tokens={str(scheme): 12})) == 12
+    alone = pool(1, strategy("gpipe", U(1, 1, schedule="gpipe")))
+    assert calibration.max_tokens_of(exact_program(gpt(), language_loss, alone), alone.schemes[0], MemoryLimits()) > 0
