@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hgraph.capture import capture
 from hgraph.data.packed import Packed
-from hgraph.errors import CaptureError, RuleError
+from hgraph.errors import CaptureError, InvalidInput, RuleError
 from hgraph.strategy import Scheme
-from passes.pipelines import normalized
+from passes.pipelines import compile_scheme, normalized
 from tests.models import Word, language_loss, llama, random_batches
 from tests.scheme_runs import assert_equal_to_reference, run_scheme
 
@@ -140,7 +140,7 @@ REFUSED_LOSSES: dict[str, tuple[Any, str]] = {
     "a mean over labels": (cross_entropy, "takes the mean over the labels of one micro-batch"),
     "a mean over tokens": (
         lambda model, packed: cross_entropy(model, packed, reduction="none").mean(),
-        "computes with a size",
+        "takes a mean over tokens",
     ),
     "divided by the number of tokens": (
         lambda model, packed: language_loss(model, packed) / packed.tokens.shape[0],
@@ -218,3 +218,169 @@ def test_grouped_heads_need_the_option_that_torch_wants() -> None:
 
     with pytest.raises(CaptureError, match="4 query heads over 2 key heads is not supported; pass enable_gqa=True"):
         capture(Word(between), language_loss)
+
+
+class Memory(nn.Module):
+    """Keys that are not tokens: every document would see the same ones, in the place of its own first tokens."""
+
+    def __init__(self, keys: str) -> None:
+        super().__init__()
+        self.keys = keys
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.memory = nn.Parameter(torch.randn(1, 4, 16, HIDDEN // 4))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        query = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        key = {"memory": self.memory, "halves": x.reshape(1, -1, 4, HIDDEN // 8).transpose(1, 2)}[self.keys]
+        query = query if self.keys == "memory" else key
+        attended = F.scaled_dot_product_attention(query, key, key, is_causal=True)
+        return self.head(attended.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("keys", ["memory", "halves"])
+def test_attention_over_anything_but_tokens_is_refused(keys: str) -> None:
+    with pytest.raises(CaptureError, match="that are not one per token"):
+        normalized(capture(Memory(keys), language_loss))
+
+
+@pytest.mark.case(24)
+@pytest.mark.parametrize(
+    "scramble",
+    [
+        lambda x: x.reshape(-1, 6).view(1, 4, -1, 6).transpose(1, 2).reshape(x.shape),
+        lambda x: x.reshape(-1).view(HIDDEN, -1).t()[None],
+    ],
+)
+def test_reshapes_that_mix_tokens_are_refused(scramble: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="regroups tokens"):
+        normalized(capture(Word(lambda x, tokens, positions: scramble(x)), language_loss))
+
+
+def assert_trained_as_alone(model: nn.Module) -> None:
+    batches, alone = random_batches([[5, 3], [9]], VOCABULARY)
+    captured = normalized(capture(model, language_loss), exact=True)
+    outcome = run_scheme(captured, Scheme.uniform(2), model, batches)
+    assert_equal_to_reference(outcome, model, language_loss, alone)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: x.reshape(-1, 6).mul(2).reshape(x.shape),
+        lambda x: x.reshape(-1, HIDDEN)[None],
+        lambda x: x.unflatten(-1, (4, -1)).permute(2, 0, 1, 3).permute(1, 2, 0, 3).flatten(2),
+    ],
+)
+def test_reshapes_that_keep_tokens_apart_are_traced(keep: Callable[[Tensor], Tensor]) -> None:
+    model = Word(lambda x, tokens, positions: keep(x)).double()
+    assert_trained_as_alone(model)
+
+
+@pytest.mark.case(120)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda packed: packed.cu_seqlens.double().sum(),
+        lambda packed: torch.ones_like(packed.cu_seqlens).double().sum(),
+    ],
+)
+def test_a_loss_that_depends_on_the_packing_is_refused(extra: Callable[[Packed], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="computes with the borders of documents"):
+        normalized(capture(small_llama(), lambda model, packed: language_loss(model, packed) + extra(packed)))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.embed(tokens)
+
+
+def test_a_buffer_that_the_forward_pass_changes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the forward pass changes calls in place"):
+        capture(Counting(), language_loss)
+
+
+def test_a_buffer_on_meta_is_refused() -> None:
+    with pytest.raises(CaptureError, match="buffer calls is on the meta device"):
+        capture(Counting().to("meta"), language_loss)
+
+
+@pytest.mark.case(124)
+def test_a_hugging_face_model_that_is_not_causal_is_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hgraph.data.losses import causal_lm_loss
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes))
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(CaptureError, match=r"module model.layers.0.self_attn .*not causal is not supported"):
+        capture(model, causal_lm_loss())
+    assert model.config._attn_implementation != "hydraulis_packed"
+
+
+class Constant(nn.Module):
+    """Numbers made in the forward pass, and parameter names that differ in punctuation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_b, self.a = nn.Embedding(VOCABULARY, HIDDEN), nn.ModuleDict({"b": nn.Linear(HIDDEN, VOCABULARY)})
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return sum([self.a["b"](self.a_b(tokens)) * torch.tensor(0.5, dtype=torch.float64)])
+
+
+def test_constants_and_look_alike_names_are_traced() -> None:
+    model = Constant().double()
+    assert_trained_as_alone(model)
+
+
+class Repeated(nn.Module):
+    """One layer registered, and run, three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        layer = nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList([layer, layer, layer])
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+def test_a_module_that_is_registered_twice_is_traced_and_left_alone() -> None:
+    model = Repeated().double()
+    before = dict(model.named_parameters())
+    assert_trained_as_alone(model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+class Reversed(nn.Module):
+    """Layers that run from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN) for _ in range(2)])
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in reversed(self.layers):
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+def test_layers_out_of_order_are_refused_in_a_pipeline() -> None:
+    captured = normalized(capture(Reversed(), language_loss))
+    with pytest.raises(InvalidInput, match="layers that are used out of order or more than once"):
+        compile_scheme(captured, Scheme.uniform(1, 2))

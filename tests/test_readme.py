@@ -24,7 +24,14 @@ def test_the_script_is_the_example_and_at_most_40_lines() -> None:
 def test_the_script_runs_in_an_empty_folder(tmp_path: Path) -> None:
     script = tmp_path / "quickstart.py"
     script.write_text((ROOT / "examples" / "quickstart.py").read_text())
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(lines) == 10
