@@ -77,9 +77,9 @@ def calibrate(
     if known is not None:
         return known
     costs, bridges = {}, {}
-    for strategy in program.pool.strategies:
+    for number, strategy in enumerate(program.pool.strategies, 1):
         if progress is not None:
-            progress(strategy.name)
+            progress(f"calibrating {number}/{len(program.pool.strategies)}: {strategy.name}")
         bridges[strategy.name] = _measure_bridges(program, strategy, repeats)
         fresh = [r.scheme for r in strategy.replicas if str(r.scheme) not in costs]
         for name, cost in _measure(program, strategy, fresh, tokens, lengths, repeats).items():

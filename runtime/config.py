@@ -116,6 +116,8 @@ class ModelConfig:
 class OptimizerConfig:
     """AdamW with a warm-up and a cosine: lr rises over `warmup_steps`, then falls to `min_lr_ratio` * lr.
 
+    Without `warmup_steps`, a quarter of the run, at most 10 steps.
+
     `total_steps` is where the cosine ends (None: the steps of the run). `max_grad_norm` bounds the global gradient
     norm (None: no bound). `no_decay` are patterns of parameter names without weight decay.
     """
@@ -125,13 +127,14 @@ class OptimizerConfig:
     eps: AboveZero = 1e-8
     weight_decay: ZeroOrMore = 0.1
     max_grad_norm: AboveZero | None = 1.0
-    warmup_steps: Count = 10
+    warmup_steps: Count | None = None
     total_steps: Positive | None = None
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     no_decay: tuple[str, ...] = ("*norm*", "*.bias")
 
     def __post_init__(self) -> None:
-        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+        warmup, total = self.warmup_steps, self.total_steps
+        if warmup is not None and total is not None and warmup >= total:
             raise InvalidInput(
                 f"expected warmup_steps below total_steps, got {self.warmup_steps} and {self.total_steps}"
             )
@@ -139,7 +142,8 @@ class OptimizerConfig:
     def adamw(self, steps: int) -> AdamW:
         """Returns the settings as what the program takes, for a run of `steps` steps."""
         total_steps = steps if self.total_steps is None else self.total_steps
-        return AdamW(**{**asdict(self), "total_steps": total_steps})
+        warmup_steps = min(10, total_steps // 4) if self.warmup_steps is None else self.warmup_steps
+        return AdamW(**{**asdict(self), "total_steps": total_steps, "warmup_steps": warmup_steps})
 
 
 @settings
@@ -221,7 +225,7 @@ class RunConfig:
                 f"got {self.model.vocab_size} and {self.data.vocab_size}"
             )
         warmup = self.optimizer.warmup_steps
-        if self.optimizer.total_steps is None and warmup >= self.steps:
+        if self.optimizer.total_steps is None and warmup is not None and warmup >= self.steps:
             raise InvalidInput(f"expected optimizer.warmup_steps below steps, got {warmup} and {self.steps}")
 
     @property

@@ -47,7 +47,10 @@ __all__ = ["Program", "StepOutput", "compile", "leaf_template"]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step did. Times are of the slowest rank; bytes are those that the bridges moved between all ranks."""
+    """What a step did; `step` counts from 1.
+
+    Times are of the slowest rank; bytes are those that the bridges moved between all ranks.
+    """
 
     step: int
     loss: float
@@ -189,7 +192,7 @@ class Program:
         """
         batch = batch if isinstance(batch, GlobalBatch) else make_batch(batch)
         check_lengths(batch.ids, batch.lengths, self.contents.lookups)
-        plan, waited_ms = self.planning.plan(batch, self.step_count)
+        plan, waited_ms = self.planning.plan(batch, self.step_count + 1)
         return self.run_plan(batch, plan, waited_ms)
 
     def run_plan(self, batch: GlobalBatch, plan: StepPlan, plan_wait_ms: float = 0.0) -> StepOutput:
@@ -199,7 +202,7 @@ class Program:
         self.step_count += 1
         executable = next(iter(self.ranks.values())).executables[plan.strategy]
         return StepOutput(
-            step=self.step_count - 1,
+            step=self.step_count,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             tokens=batch.num_tokens,
@@ -222,7 +225,7 @@ class Program:
 
     def _run(self, batch: GlobalBatch, plan: StepPlan, *, update: bool) -> RankOutcome:
         check_lengths(batch.ids, batch.lengths, self.contents.lookups)
-        facts = StepFacts(self.step_count, batch, plan, self.pool[plan.strategy])
+        facts = StepFacts(self.step_count + 1, batch, plan, self.pool[plan.strategy])
         generators = {rank: rank_step(state, facts, update=update) for rank, state in self.ranks.items()}
         with torch.no_grad():
             return next(iter(self.cluster.run(generators).values()))

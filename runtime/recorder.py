@@ -20,7 +20,7 @@ __all__ = ["Recorder", "metrics_of"]
 def metrics_of(output: StepOutput) -> dict[str, Any]:
     """Returns the fields of one line of `metrics.jsonl`."""
     return {
-        "step": output.step + 1,
+        "step": output.step,
         "strategy": output.strategy,
         "replicas": output.replicas_used,
         "loss": output.loss,
@@ -45,11 +45,6 @@ class Recorder:
         self._bar: tqdm | None = None  # type: ignore[type-arg]
 
     def __enter__(self) -> Recorder:
-        if self.is_writer:
-            folder = self.config.folder
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(write_config(self.config))
-            self._files = {name: (folder / f"{name}.jsonl").open("w") for name in ("metrics", "plans")}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,15 +59,23 @@ class Recorder:
             sys.stdout.flush()
 
     def start(self, program: Program) -> None:
-        """Shows the pool and the bar."""
+        """Opens the files of the run (a run that fails before its first step leaves an earlier one alone)."""
         if not self.is_writer:
             return
+        folder = self.config.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(write_config(self.config))
+        self._files = {name: (folder / f"{name}.jsonl").open("w") for name in ("metrics", "plans")}
         for name, cost in program.profile.schemes.items():
             self.say(
-                f"  {name:<16} at most {cost.max_tokens:5d} tokens; "
-                f"{cost.a:.3e} s^2 + {cost.b:.3e} s per sequence + {cost.c:.2f} ms"
+                f"  {name:<16} at most {cost.max_tokens:5,d} tokens; a micro-batch takes {cost.c:.1f} ms, and "
+                f"{cost.b:.3f} n + {cost.a:.2e} n^2 ms for each sequence of n tokens"
             )
-        self._bar = tqdm(total=self.config.steps, unit="step", file=sys.stderr, dynamic_ncols=True)
+        # A log file gets a line of the bar now and then; a terminal keeps it moving.
+        interval_s = 0.1 if sys.stderr.isatty() else 30.0
+        self._bar = tqdm(
+            total=self.config.steps, unit="step", file=sys.stderr, dynamic_ncols=True, mininterval=interval_s
+        )
 
     def step(self, output: StepOutput) -> StepOutput:
         """Records one step and returns it."""
@@ -99,7 +102,7 @@ class Recorder:
 
 def _line(fields: dict[str, Any], num_replicas: int) -> str:
     return (
-        "step {step:>4}  {strategy:<11} replicas {replicas}/{num_replicas}  loss {loss:.4f}  norm {grad_norm:.3f}  "
-        "{tokens:>6} tokens  {tokens_per_s:>6.0f} tokens/s  predicted {predicted_ms:>5.0f} ms  measured "
-        "{measured_ms:>5.0f} ms  plan {plan_ms:>4.0f} ms, waited {plan_wait_ms:>3.0f}  bridge {mib:.1f} MiB"
+        "step {step:>3}  {strategy:<10} {replicas}/{num_replicas} replicas  loss {loss:.4f}  norm {grad_norm:.3f}  "
+        "{tokens:>6,} tokens  {tokens_per_s:>5,.0f}/s  predicted {predicted_ms:>5,.0f}, took {measured_ms:>5,.0f} ms  "
+        "plan {plan_ms:.0f}, waited {plan_wait_ms:.0f} ms  bridge {mib:.1f} MiB"
     ).format(**fields, num_replicas=num_replicas, mib=fields["bridge_bytes"] / 2**20)

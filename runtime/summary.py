@@ -51,7 +51,7 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
 
 
 def _strategies(steps: Sequence[StepOutput]) -> Table:
-    table = Table(title="steps per strategy")
+    table = Table(title="steps per strategy (means; the ratio is the median of steps)")
     for name in ("strategy", "steps", "predicted ms", "measured ms", "measured / predicted", "imbalance"):
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for name, count in Counter(step.strategy for step in steps).most_common():
@@ -84,10 +84,13 @@ def _figures(summary: Summary) -> Table:
         ("tokens per second", f"{1e3 * sum(s.tokens for s in steps) / sum(s.measured_ms for s in steps):.0f}"),
         ("imbalance, slowest / mean replica", f"{_mean(step.imbalance for step in steps):.3f}"),
         ("error of predicted time, median", f"{statistics.median(errors):.0%}"),
-        ("waited for plans", f"{sum(s.plan_wait_ms for s in steps):.0f} ms in all, {_waits(steps)} steps above 1 ms"),
+        (
+            "waited for plans",
+            f"{sum(s.plan_wait_ms for s in steps):.0f} ms in all; above 1 ms in {_waits(steps)} steps",
+        ),
         ("plans improved by the integer program", f"{programs} of {len(steps)}"),
         ("gap to the bound, median", f"{statistics.median(s.plan.gap for s in steps):.1%}"),
-        ("graphs compiled, before the first step / after", f"{steps[0].compiled_graphs} / {_later(steps)}"),
+        ("graphs compiled", f"{steps[0].compiled_graphs} before the first step, {_later(steps)} after it"),
         (
             "peak memory of a process",
             f"{summary.peak_memory_mib:.0f} MiB, {summary.base_memory_mib:.0f} of it before the model was built",
@@ -105,7 +108,10 @@ def _comparison(comparison: StaticComparison) -> list[tuple[str, str]]:
     steps = ", ".join(str(index + 1) for index in comparison.batches)
     return [
         (f"batches of steps {steps} again, own plans", f"{own:.0f} ms a step"),
-        (f"the same, best static strategy ({comparison.strategy})", f"{static:.0f} ms a step ({static / own:.2f} x)"),
+        (
+            f"the same under the best one strategy that can run all ({comparison.strategy})",
+            f"{static:.0f} ms a step, {static / own:.2f} times as long",
+        ),
     ]
 
 

@@ -92,12 +92,12 @@ def _compiled(
     start_s = time.perf_counter()
     limits = MemoryLimits(config.memory.budget_mib, config.memory.max_tokens)
     settings = config.calibration
+    longest = config.data.max_length
+    lengths = [length if longest is None else min(length, longest) for length in settings.lengths]
 
     def profile(program: Program) -> Profile:
-        say(f"compiled {program.compiled_graphs} graphs in {time.perf_counter() - start_s:.1f} s; calibrating")
-        return calibrate(
-            program, limits, lengths=settings.lengths, repeats=settings.repeats, cache=settings.cache, progress=say
-        )
+        say(f"compiled {program.compiled_graphs} graphs in {time.perf_counter() - start_s:.1f} s")
+        return calibrate(program, limits, lengths=lengths, repeats=settings.repeats, cache=settings.cache, progress=say)
 
     program = compile(
         model,

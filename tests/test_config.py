@@ -85,8 +85,8 @@ def test_a_value_is_frozen_and_checked_however_it_is_built() -> None:
 def test_defaults_are_those_of_what_they_are_for() -> None:
     assert ModelConfig().llama() == LlamaConfig()
     assert PlannerConfig().options() == PlannerOptions()
-    assert OptimizerConfig(lr=1.0).adamw(30) == AdamW(
-        1.0, warmup_steps=10, total_steps=30, no_decay=("*norm*", "*.bias")
+    assert OptimizerConfig(lr=1.0).adamw(40) == AdamW(
+        1.0, warmup_steps=10, total_steps=40, no_decay=("*norm*", "*.bias")
     )
     assert OptimizerConfig(total_steps=20).adamw(30).total_steps == 20
     assert {item.name for item in fields(LlamaConfig)} <= {item.name for item in fields(ModelConfig)}
@@ -170,7 +170,7 @@ SECTION_FAULTS: list[tuple[Callable[[], object], str]] = [
         "CalibrationConfig: expected distinct lengths, got [8, 8, 16]",
     ),
     (
-        lambda: RunConfig(steps=9),
+        lambda: RunConfig(steps=9, optimizer=OptimizerConfig(warmup_steps=10)),
         "RunConfig: expected optimizer.warmup_steps below steps, got 10 and 9",
     ),
     (
@@ -222,7 +222,7 @@ FILE_FAULTS = [
         "line 2: planner.node_limit: unknown key; the keys here are depth, gap, only, program, max_nodes, max_programs",
     ),
     ("planner:", "line 1: planner: expected a mapping, got nothing"),
-    ("steps: 2", "line 1: expected optimizer.warmup_steps below steps, got 10 and 2"),
+    ("steps: 2\noptimizer: {warmup_steps: 10}", "line 1: expected optimizer.warmup_steps below steps, got 10 and 2"),
 ]
 
 

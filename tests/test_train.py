@@ -97,7 +97,7 @@ def test_a_run_leaves_metrics_plans_and_configuration(folder: Path) -> None:
     assert config.optimizer.lr == 2e-3 and config.name == "run-1"
     plans = [StepPlan.from_json(line) for line in (run / "plans.jsonl").read_text().splitlines()]
     assert [plan.strategy for plan in plans] == [line["strategy"] for line in metrics]
-    assert "steps per strategy" in out and "unigram entropy" in out and "best static strategy (tp4)" in out
+    assert "steps per strategy" in out and "unigram entropy" in out and "(tp4)" in out
     assert out.count("step    1 ") == 1, "one process prints"
 
 

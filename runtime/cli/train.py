@@ -19,6 +19,11 @@ def check_pool(config: RunConfig) -> None:
     from hgraph.strategy_file import load_pool
 
     pool = load_pool(config.pool)
+    names = [strategy.name for strategy in pool.strategies]
+    if config.planner.only is not None and config.planner.only not in names:
+        raise InvalidInput(
+            f"planner.only: no strategy {config.planner.only!r} in {config.pool}; it has {', '.join(names)}"
+        )
     if pool.num_ranks != config.num_processes:
         raise InvalidInput(
             f"{config.pool} is for {pool.num_ranks} ranks, but num_processes is {config.num_processes}; use "

@@ -63,7 +63,7 @@ def command(
     Examples:
       hgraph verify --config examples/first_light/config.yaml
       hgraph verify --config examples/first_light/config.yaml --gloo
-      hgraph verify --pool examples/first_light/strategies.yaml --steps 2 model.layers=6
+      hgraph verify --pool examples/first_light/strategies.yaml --steps 2 model.kv_heads=2
     """
     from runtime.launch import is_launched
 
