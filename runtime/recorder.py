@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
@@ -37,10 +38,13 @@ def metrics_of(output: StepOutput) -> dict[str, Any]:
 
 
 class Recorder:
-    """Writes and shows the steps of a run; on other ranks than the writer it does nothing."""
+    """Writes and shows the steps of a run; on other ranks than the writer it does nothing.
 
-    def __init__(self, config: RunConfig, *, is_writer: bool) -> None:
-        self.config, self.is_writer = config, is_writer
+    A run that is resumed after `steps_done` steps keeps what its folder says of these, and of no later one.
+    """
+
+    def __init__(self, config: RunConfig, *, is_writer: bool, steps_done: int = 0) -> None:
+        self.config, self.is_writer, self.steps_done = config, is_writer, steps_done
         self._files: dict[str, IO[str]] = {}
         self._bar: tqdm | None = None  # type: ignore[type-arg]
 
@@ -49,7 +53,12 @@ class Recorder:
             folder = self.config.folder
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(write_config(self.config))
-            self._files = {name: (folder / f"{name}.jsonl").open("w") for name in ("metrics", "plans")}
+            # Steps count from 1 in metrics, from 0 in plans.
+            for name, end in (("metrics", self.steps_done + 1), ("plans", self.steps_done)):
+                path = folder / f"{name}.jsonl"
+                kept = _lines_before(path, end)
+                self._files[name] = path.open("w")
+                self._files[name].writelines(kept)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +81,8 @@ class Recorder:
                 f"  {name:<16} at most {cost.max_tokens:5d} tokens; "
                 f"{cost.a:.3e} s^2 + {cost.b:.3e} s per sequence + {cost.c:.2f} ms"
             )
-        self._bar = tqdm(total=self.config.steps, unit="step", file=sys.stderr, dynamic_ncols=True)
+        total = self.config.steps
+        self._bar = tqdm(total=total, initial=self.steps_done, unit="step", file=sys.stderr, dynamic_ncols=True)
 
     def step(self, output: StepOutput) -> StepOutput:
         """Records one step and returns it."""
@@ -95,6 +105,14 @@ class Recorder:
         # Flushed line by line: an interrupted run keeps what it has measured.
         self._files[name].write(line + "\n")
         self._files[name].flush()
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    """The whole lines of a file of steps before `step`; an interrupted run may have left part of a line."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if json.loads(line)["step"] < step]
 
 
 def _line(fields: dict[str, Any], num_replicas: int) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,11 @@ from torch import nn
 
 from hgraph.capture import LossFunction
 from hgraph.data.batches import GlobalBatch, global_batches
-from hgraph.errors import HydraulisError, RankFailed
+from hgraph.errors import HydraulisError, InvalidInput, RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from runtime.calibrate import MemoryLimits, calibrate
+from runtime.checkpoint.folder import checkpoints_in, find_checkpoint, read_facts
 from runtime.config import RunConfig
 from runtime.corpus import build_dataset, unigram_entropy
 from runtime.failure_channel import FailureChannel, rank_guard
@@ -36,17 +38,22 @@ _COMPARED_BATCHES = 6
 _MIB = 2**20
 
 
-def train(config: RunConfig) -> None:
-    """Trains as `config` says, on this rank of the job that torchrun started (or alone, on simulated ranks)."""
+def train(config: RunConfig, resume: Path | None = None) -> None:
+    """Trains as `config` says, on this rank of the job that torchrun started (or alone, on simulated ranks).
+
+    `resume` is a checkpoint, or a folder of some, to go on after; it may come from any pool and number of ranks.
+    """
     torch.set_num_threads(1)
+    checkpoint = None if resume is None else find_checkpoint(resume)
+    steps_done = 0 if checkpoint is None else _steps_of(checkpoint, config)
     if config.num_processes == 1:
-        _train(config, 0, None)
+        _train(config, 0, None, checkpoint, steps_done)
         return
     rank, _ = init_process_group_from_env("gloo", config.timeout_s)
     channel = FailureChannel.on_default_store()
     try:
         with rank_guard(channel):
-            _train(config, rank, channel)
+            _train(config, rank, channel, checkpoint, steps_done)
             dist.destroy_process_group()
     except RankFailed:
         raise
@@ -58,8 +65,24 @@ def train(config: RunConfig) -> None:
         raise
 
 
-def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None:
-    with Recorder(config, is_writer=rank == 0) as recorder:
+def _steps_of(checkpoint: Path, config: RunConfig) -> int:
+    """Steps done when it was saved. Raises `InvalidInput` where the run would not go on from there."""
+    done = int(read_facts(checkpoint)["step_count"])
+    if done >= config.steps:
+        raise InvalidInput(f"{checkpoint} has {done} steps behind it, and the run has {config.steps}; say steps=N")
+    later = [path.name for path in checkpoints_in(config.checkpoints) if read_facts(path)["step_count"] > done]
+    if later:
+        raise InvalidInput(
+            f"{config.checkpoints} has later checkpoints than {checkpoint}: {', '.join(later)}; remove them, or give "
+            "the run another --name"
+        )
+    return done
+
+
+def _train(
+    config: RunConfig, rank: int, channel: FailureChannel | None, checkpoint: Path | None, steps_done: int
+) -> None:
+    with Recorder(config, is_writer=rank == 0, steps_done=steps_done) as recorder:
         say = recorder.say
         dataset, _, report = build_dataset(config.data, progress=rank == 0 and sys.stderr.isatty())
         say(str(report))
@@ -71,14 +94,26 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None
             dataset, tokens_per_step=config.tokens_per_step, seed=config.seed, max_steps=config.steps
         )
         with _compiled(config, model, loss_of(model), channel, say) as program:
+            if checkpoint is not None:
+                say(f"resumed from {program.load(checkpoint, batches=batches)}")
+                batches.start = program.next_batch
             recorder.start(program)
-            steps = [recorder.step(program.step(batch)) for batch in program.ahead(batches)]
+            steps = []
+            for batch in program.ahead(batches):
+                steps.append(recorder.step(program.step(batch)))
+                if _is_due(config, program.step_count):
+                    program.save(config.checkpoints, batches=batches, keep=config.checkpoint.keep)
             recorder.stop()
             comparison = _compare(program, list(itertools.islice(batches, len(steps))), steps, say)
             peak_mib, base_mib = max(program.cluster.gather((_peak_mib(), base_mib)))
         if rank == 0:
             entropy = unigram_entropy(dataset)
             print_summary(Summary(tuple(steps), entropy, peak_mib, base_mib, comparison, config.folder))
+
+
+def _is_due(config: RunConfig, step_count: int) -> bool:
+    every = config.checkpoint.every
+    return every is not None and (step_count % every == 0 or step_count == config.steps)
 
 
 def _peak_mib() -> float:
