@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -71,7 +71,7 @@ def write_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool) -> None:
     """
     planner = _BoxSavePlanner(boxes)
     with _one_message(f"save to {folder}"), _without_warning():
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=alone)
+        state_dict_saver.save({}, storage_writer=filesystem.FileSystemWriter(folder), planner=planner, no_dist=alone)
 
 
 def read_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool) -> None:
@@ -82,7 +82,7 @@ def read_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool) -> None:
     """
     planner = _BoxLoadPlanner(boxes)
     with _one_message(f"load from {folder}"), _without_warning():
-        dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=alone)
+        state_dict_loader.load({}, storage_reader=filesystem.FileSystemReader(folder), planner=planner, no_dist=alone)
 
 
 class _BoxSavePlanner(SavePlanner):

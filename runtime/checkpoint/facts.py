@@ -135,11 +135,11 @@ def _tie_text(names: tuple[str, ...], *, tied_before: bool) -> str:
     both = " and ".join(names)
     if tied_before:
         return (
-            f"{both}: one parameter (tied) in the checkpoint, several in the model; tie them in the model as well "
+            f"{both}: one parameter (tied) in the checkpoint, several in the model; tie them in the model too "
             "(assign one to the other), or start anew from weights that `export_weights` wrote from the tied model"
         )
     return (
-        f"{both}: several parameters in the checkpoint, one (tied) in the model; leave them apart in the model as well, "
+        f"{both}: several parameters in the checkpoint, one (tied) in the model; leave them apart in the model too, "
         "or start anew from exported weights after choosing which of them to keep"
     )
 
