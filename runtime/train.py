@@ -17,11 +17,11 @@ from torch import nn
 
 from hgraph.capture import LossFunction
 from hgraph.data.batches import GlobalBatch, global_batches
-from hgraph.errors import HydraulisError, InvalidInput, RankFailed
+from hgraph.errors import HydraulisError, RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from runtime.calibrate import MemoryLimits, calibrate
-from runtime.checkpoint.folder import checkpoints_in, find_checkpoint, read_facts
+from runtime.checkpoint.resume import start_of
 from runtime.config import RunConfig
 from runtime.corpus import build_dataset, unigram_entropy
 from runtime.failure_channel import FailureChannel, rank_guard
@@ -44,16 +44,14 @@ def train(config: RunConfig, resume: Path | None = None) -> None:
     `resume` is a checkpoint, or a folder of some, to go on after; it may come from any pool and number of ranks.
     """
     torch.set_num_threads(1)
-    checkpoint = None if resume is None else find_checkpoint(resume)
-    steps_done = 0 if checkpoint is None else _steps_of(checkpoint, config)
     if config.num_processes == 1:
-        _train(config, 0, None, checkpoint, steps_done)
+        _train(config, 0, None, resume)
         return
     rank, _ = init_process_group_from_env("gloo", config.timeout_s)
     channel = FailureChannel.on_default_store()
     try:
         with rank_guard(channel):
-            _train(config, rank, channel, checkpoint, steps_done)
+            _train(config, rank, channel, resume)
             dist.destroy_process_group()
     except RankFailed:
         raise
@@ -65,24 +63,9 @@ def train(config: RunConfig, resume: Path | None = None) -> None:
         raise
 
 
-def _steps_of(checkpoint: Path, config: RunConfig) -> int:
-    """Steps done when it was saved. Raises `InvalidInput` where the run would not go on from there."""
-    done = int(read_facts(checkpoint)["step_count"])
-    if done >= config.steps:
-        raise InvalidInput(f"{checkpoint} has {done} steps behind it, and the run has {config.steps}; say steps=N")
-    later = [path.name for path in checkpoints_in(config.checkpoints) if read_facts(path)["step_count"] > done]
-    if later:
-        raise InvalidInput(
-            f"{config.checkpoints} has later checkpoints than {checkpoint}: {', '.join(later)}; remove them, or give "
-            "the run another --name"
-        )
-    return done
-
-
-def _train(
-    config: RunConfig, rank: int, channel: FailureChannel | None, checkpoint: Path | None, steps_done: int
-) -> None:
-    with Recorder(config, is_writer=rank == 0, steps_done=steps_done) as recorder:
+def _train(config: RunConfig, rank: int, channel: FailureChannel | None, resume: Path | None) -> None:
+    start = start_of(config, resume)
+    with Recorder(config, is_writer=rank == 0, steps_done=start.steps_done) as recorder:
         say = recorder.say
         dataset, _, report = build_dataset(config.data, progress=rank == 0 and sys.stderr.isatty())
         say(str(report))
@@ -94,8 +77,8 @@ def _train(
             dataset, tokens_per_step=config.tokens_per_step, seed=config.seed, max_steps=config.steps
         )
         with _compiled(config, model, loss_of(model), channel, say) as program:
-            if checkpoint is not None:
-                say(f"resumed from {program.load(checkpoint, batches=batches)}")
+            if start.checkpoint is not None:
+                say(f"resumed from {program.load(start.checkpoint, batches=batches)}")
                 batches.start = program.next_batch
             recorder.start(program)
             steps = []

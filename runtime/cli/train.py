@@ -29,14 +29,16 @@ def check_pool(config: RunConfig) -> None:
         )
 
 
-def _checkpoint(resume: str, config: RunConfig) -> Path:
-    """The checkpoint that is meant, found before any process is started."""
+def _checkpoint(resume: str | None, config: RunConfig) -> Path | None:
+    """The checkpoint that is meant; what speaks against it is raised before any process is started."""
     from hgraph.errors import InvalidInput
-    from runtime.checkpoint.folder import find_checkpoint
+    from runtime.checkpoint.resume import start_of
 
+    if resume is None:
+        return start_of(config, None).checkpoint
     if resume != _LAST and "=" in resume and not Path(resume).exists():
         raise InvalidInput(f"--resume: expected a folder, got {resume!r}; put --resume last, or write --resume=FOLDER")
-    return find_checkpoint(config.checkpoints if resume == _LAST else Path(resume))
+    return start_of(config, config.checkpoints if resume == _LAST else Path(resume)).checkpoint
 
 
 @click.command("train", context_settings={"ignore_unknown_options": False})
@@ -71,7 +73,7 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     overrides += [f"num_processes={nproc}"] if nproc is not None else []
     overrides += [f"name={name}"] if name is not None else []
     loaded = load_config(config, overrides)
-    checkpoint = None if resume is None else _checkpoint(resume, loaded)
+    checkpoint = _checkpoint(resume, loaded)
     if loaded.num_processes > 1 and not is_launched():
         check_pool(loaded)
         again = [] if checkpoint is None else [f"--resume={checkpoint}"]
