@@ -66,9 +66,27 @@ def test_steps_4_to_6_equal_the_unbroken_run(unbroken: Unbroken, ranks: str) -> 
     resumed = program(OTHERS[ranks], model(seed=1))
     assert resumed.load(unbroken.folder / "step-000003", batches=batches()) == unbroken.folder / "step-000003"
     assert resumed.step_count == 3
-    assert_same_state(state_of(resumed), unbroken.states[3])
+    loaded = state_of(resumed)
+    assert all(
+        torch.equal(loaded[kind][name], tensor)
+        for kind, tensors in unbroken.states[3].items()
+        for name, tensor in tensors.items()
+    )
     assert_same_steps(train(resumed, 6), unbroken.steps[3:6])
     assert_same_state(state_of(resumed), unbroken.states[6])
+
+
+@pytest.mark.case(119)
+def test_the_docs_name_the_pools_that_the_tests_above_resume_under() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+    rows = [_row("saved on", FOUR), *(_row("resumed on", other) for other in OTHERS.values())]
+    table = "| | ranks | strategies of the pool |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    assert table in page, f"expected this table:\n{table}"
+
+
+def _row(what: str, pool: Pool) -> str:
+    texts = [" + ".join(str(replica.scheme) for replica in strategy.replicas) for strategy in pool.strategies]
+    return f"| {what} | {pool.num_ranks} | {'; '.join(f'`{text}`' for text in texts)} |"
 
 
 @pytest.mark.case(111)

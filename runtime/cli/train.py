@@ -29,16 +29,15 @@ def check_pool(config: RunConfig) -> None:
         )
 
 
-def _checkpoint(resume: str | None, config: RunConfig) -> Path | None:
-    """The checkpoint that is meant; what speaks against it is raised before any process is started."""
+def _folder(resume: str | None, config: RunConfig) -> Path | None:
+    """The checkpoint, or the folder of some, that `--resume` means."""
     from hgraph.errors import InvalidInput
-    from runtime.checkpoint.resume import start_of
 
-    if resume is None:
-        return start_of(config, None).checkpoint
-    if resume != _LAST and "=" in resume and not Path(resume).exists():
+    if resume is None or resume == _LAST:
+        return None if resume is None else config.checkpoints
+    if "=" in resume and not Path(resume).exists():
         raise InvalidInput(f"--resume: expected a folder, got {resume!r}; put --resume last, or write --resume=FOLDER")
-    return start_of(config, config.checkpoints if resume == _LAST else Path(resume)).checkpoint
+    return Path(resume)
 
 
 @click.command("train", context_settings={"ignore_unknown_options": False})
@@ -57,7 +56,7 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     """Train a model as the file CONFIG says, changed by SETTINGS such as optimizer.lr=1e-3.
 
     Starts one process per rank on this machine, unless torchrun has started this one already. Writes metrics.jsonl,
-    plans.jsonl and the resolved configuration to <output>/<name>/.
+    plans.jsonl and the resolved configuration to <output>/<name>/, and checkpoints where checkpoint.every is set.
 
     \b
     Examples:
@@ -66,6 +65,7 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
       hgraph train examples/first_light/config.yaml checkpoint.every=10 --resume
       torchrun --nproc-per-node 4 -m runtime.cli train examples/first_light/config.yaml
     """
+    from runtime.checkpoint.resume import start_of
     from runtime.config import load_config
     from runtime.launch import is_launched, launch
 
@@ -73,11 +73,12 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     overrides += [f"num_processes={nproc}"] if nproc is not None else []
     overrides += [f"name={name}"] if name is not None else []
     loaded = load_config(config, overrides)
-    checkpoint = _checkpoint(resume, loaded)
+    folder = _folder(resume, loaded)
     if loaded.num_processes > 1 and not is_launched():
         check_pool(loaded)
-        again = [] if checkpoint is None else [f"--resume={checkpoint}"]
+        start_of(loaded, folder)
+        again = [] if folder is None else [f"--resume={folder}"]
         sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again]))
     from runtime.train import train
 
-    train(loaded, checkpoint)
+    train(loaded, folder)
