@@ -27,6 +27,7 @@ from strategies.options import PlannerOptions
 
 __all__ = [
     "CalibrationConfig",
+    "CheckpointConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -195,6 +196,14 @@ class CalibrationConfig:
 
 
 @settings
+class CheckpointConfig:
+    """A checkpoint after `every` so many steps and after the last one (None: none), of which the last `keep` stay."""
+
+    every: Positive | None = None
+    keep: Positive | None = 2
+
+
+@settings
 class RunConfig:
     """Everything that decides what a training run does.
 
@@ -217,6 +226,7 @@ class RunConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         if self.data.vocab_size > self.model.vocab_size:
@@ -232,6 +242,11 @@ class RunConfig:
     def folder(self) -> Path:
         """Where the run writes."""
         return Path(self.output) / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run saves."""
+        return self.folder / "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hgraph.capture import Captured, LossFunction, capture
 from hgraph.check_plan import check_plan
-from hgraph.data.batches import GlobalBatch, make_batch
+from hgraph.data.batches import BatchState, GlobalBatch, GlobalBatches, make_batch
 from hgraph.errors import InvalidInput, NotSupported
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
@@ -170,6 +170,8 @@ class Program:
         self.dtype = _compute_dtype(captured)
         self.master_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.step_count = 0
+        self.next_batch = BatchState()
+        self._num_checkpoint_calls = 0
         self._bridge_plans: dict[str, tuple[Mapping[str, ReshardPlan], Mapping[str, ReshardPlan]]] = {}
         check_same_everywhere(cluster, captured, pool, optimizer, model, seed)
         cluster.prepare(self._groups())
@@ -200,6 +202,7 @@ class Program:
         check_plan(plan, self.pool, self.profile, batch.lengths)
         outcome = self._run(batch, plan, update=True)
         self.step_count += 1
+        self.next_batch = batch.next_state
         executable = next(iter(self.ranks.values())).executables[plan.strategy]
         return StepOutput(
             step=self.step_count,
@@ -242,6 +245,43 @@ class Program:
     def update_model(self) -> None:
         """Copies the trained weights into the user's module. Collective."""
         write_back(self.model, self.state_dict())
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        batches: GlobalBatches | None = None,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Path:
+        """Writes the state as `folder`/step-NNNNNN and returns that path. Collective; all nodes share `folder`.
+
+        A checkpoint is complete or not there. `batches` lets `load` check that the data are the same; `keep` removes
+        all but so many of the last checkpoints, once this one is complete. See `docs/checkpoints.md`.
+        """
+        if background:
+            raise NotSupported("save: background=True is not there yet; a save ends before training goes on")
+        from runtime.checkpoint import run  # takes long to import
+
+        self._num_checkpoint_calls += 1
+        return run.save(self, Path(folder), batches, keep, self._num_checkpoint_calls)
+
+    def load(self, folder: str | Path, *, batches: GlobalBatches | None = None) -> Path:
+        """Reads a checkpoint, or the last complete one in `folder`, saved under any pool; returns its path. Collective.
+
+        Go on with `batches.start = program.next_batch`. Raises `InvalidInput` where the model is another one or, with
+        `batches`, the data are; the state is then as before.
+        """
+        from runtime.checkpoint import run
+
+        self._num_checkpoint_calls += 1
+        return run.load(self, Path(folder), batches, self._num_checkpoint_calls)
+
+    def export_weights(self, path: str | Path) -> None:
+        """Writes all weights, whole, by every name of the model, as one safetensors file. Collective."""
+        from runtime.checkpoint import run
+
+        run.export_weights(self, Path(path))
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the planner's process, and tells the other ranks that this one has finished, or failed with `error`."""

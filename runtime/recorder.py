@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
@@ -37,10 +38,13 @@ def metrics_of(output: StepOutput) -> dict[str, Any]:
 
 
 class Recorder:
-    """Writes and shows the steps of a run; on other ranks than the writer it does nothing."""
+    """Writes and shows the steps of a run; on other ranks than the writer it does nothing.
 
-    def __init__(self, config: RunConfig, *, is_writer: bool) -> None:
-        self.config, self.is_writer = config, is_writer
+    A run that is resumed after `steps_done` steps keeps what its folder says of these, and of no later one.
+    """
+
+    def __init__(self, config: RunConfig, *, is_writer: bool, steps_done: int = 0) -> None:
+        self.config, self.is_writer, self.steps_done = config, is_writer, steps_done
         self._files: dict[str, IO[str]] = {}
         self._bar: tqdm | None = None  # type: ignore[type-arg]
 
@@ -65,7 +69,11 @@ class Recorder:
         folder = self.config.folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(write_config(self.config))
-        self._files = {name: (folder / f"{name}.jsonl").open("w") for name in ("metrics", "plans")}
+        for name in ("metrics", "plans"):
+            path = folder / f"{name}.jsonl"
+            kept = _lines_before(path, self.steps_done + 1)
+            self._files[name] = path.open("w")
+            self._files[name].writelines(kept)
         for name, cost in program.profile.schemes.items():
             self.say(
                 f"  {name:<16} at most {cost.max_tokens:5,d} tokens; a micro-batch takes {cost.c:.1f} ms, and "
@@ -74,7 +82,12 @@ class Recorder:
         # A log file gets a line of the bar now and then; a terminal keeps it moving.
         interval_s = 0.1 if sys.stderr.isatty() else 30.0
         self._bar = tqdm(
-            total=self.config.steps, unit="step", file=sys.stderr, dynamic_ncols=True, mininterval=interval_s
+            total=self.config.steps,
+            initial=self.steps_done,
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            mininterval=interval_s,
         )
 
     def step(self, output: StepOutput) -> StepOutput:
@@ -98,6 +111,14 @@ class Recorder:
         # Flushed line by line: an interrupted run keeps what it has measured.
         self._files[name].write(line + "\n")
         self._files[name].flush()
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    """The whole lines of a file of steps before `step`; an interrupted run may have left part of a line."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if json.loads(line)["step"] < step]
 
 
 def _line(fields: dict[str, Any], num_replicas: int) -> str:

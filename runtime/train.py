@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from hgraph.errors import HydraulisError, RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from runtime.calibrate import MemoryLimits, calibrate
+from runtime.checkpoint.resume import start_of
 from runtime.config import RunConfig
 from runtime.corpus import build_dataset, unigram_entropy
 from runtime.failure_channel import FailureChannel, rank_guard
@@ -36,17 +38,20 @@ _COMPARED_BATCHES = 6
 _MIB = 2**20
 
 
-def train(config: RunConfig) -> None:
-    """Trains as `config` says, on this rank of the job that torchrun started (or alone, on simulated ranks)."""
+def train(config: RunConfig, resume: Path | None = None) -> None:
+    """Trains as `config` says, on this rank of the job that torchrun started (or alone, on simulated ranks).
+
+    `resume` is a checkpoint, or a folder of some, to go on after; it may come from any pool and number of ranks.
+    """
     torch.set_num_threads(1)
     if config.num_processes == 1:
-        _train(config, 0, None)
+        _train(config, 0, None, resume)
         return
     rank, _ = init_process_group_from_env("gloo", config.timeout_s)
     channel = FailureChannel.on_default_store()
     try:
         with rank_guard(channel):
-            _train(config, rank, channel)
+            _train(config, rank, channel, resume)
             dist.destroy_process_group()
     except RankFailed:
         raise
@@ -58,8 +63,9 @@ def train(config: RunConfig) -> None:
         raise
 
 
-def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None:
-    with Recorder(config, is_writer=rank == 0) as recorder:
+def _train(config: RunConfig, rank: int, channel: FailureChannel | None, resume: Path | None) -> None:
+    start = start_of(config, resume)
+    with Recorder(config, is_writer=rank == 0, steps_done=start.steps_done) as recorder:
         say = recorder.say
         dataset, _, report = build_dataset(config.data, progress=rank == 0 and sys.stderr.isatty())
         say(str(report))
@@ -71,14 +77,26 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None) -> None
             dataset, tokens_per_step=config.tokens_per_step, seed=config.seed, max_steps=config.steps
         )
         with _compiled(config, model, loss_of(model), channel, say) as program:
+            if start.checkpoint is not None:
+                say(f"resumed from {program.load(start.checkpoint, batches=batches)}")
+                batches.start = program.next_batch
             recorder.start(program)
-            steps = [recorder.step(program.step(batch)) for batch in program.ahead(batches)]
+            steps = []
+            for batch in program.ahead(batches):
+                steps.append(recorder.step(program.step(batch)))
+                if _is_due(config, program.step_count):
+                    program.save(config.checkpoints, batches=batches, keep=config.checkpoint.keep)
             recorder.stop()
             comparison = _compare(program, list(itertools.islice(batches, len(steps))), steps, say)
             peak_mib, base_mib = max(program.cluster.gather((_peak_mib(), base_mib)))
         if rank == 0:
             entropy = unigram_entropy(dataset)
             print_summary(Summary(tuple(steps), entropy, peak_mib, base_mib, comparison, config.folder))
+
+
+def _is_due(config: RunConfig, step_count: int) -> bool:
+    every = config.checkpoint.every
+    return every is not None and (step_count % every == 0 or step_count == config.steps)
 
 
 def _peak_mib() -> float:

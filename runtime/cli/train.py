@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from runtime.config import RunConfig
 
 __all__ = ["command"]
+
+_LAST = "(last)"
 
 
 def check_pool(config: RunConfig) -> None:
@@ -31,23 +34,43 @@ def check_pool(config: RunConfig) -> None:
         )
 
 
+def _folder(resume: str | None, config: RunConfig) -> Path | None:
+    """The checkpoint, or the folder of some, that `--resume` means."""
+    from hgraph.errors import InvalidInput
+
+    if resume is None or resume == _LAST:
+        return None if resume is None else config.checkpoints
+    if "=" in resume and not Path(resume).exists():
+        raise InvalidInput(f"--resume: expected a folder, got {resume!r}; put --resume last, or write --resume=FOLDER")
+    return Path(resume)
+
+
 @click.command("train", context_settings={"ignore_unknown_options": False})
 @click.argument("config", type=click.Path())
 @click.argument("settings", nargs=-1)
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes to start; default: num_processes of the file.")
 @click.option("--name", help="Name of the run, its folder under `output`; default: that of the file.")
-def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str | None) -> None:
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value=_LAST,
+    metavar="[FOLDER]",
+    help="Go on after a checkpoint, or after the last one in a folder; default: the last one of this run.",
+)
+def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str | None, resume: str | None) -> None:
     """Train a model as the file CONFIG says, changed by SETTINGS such as optimizer.lr=1e-3.
 
     Starts one process per rank on this machine, unless torchrun has started this one already. Writes metrics.jsonl,
-    plans.jsonl and the resolved configuration to <output>/<name>/.
+    plans.jsonl and the resolved configuration to <output>/<name>/, and checkpoints where checkpoint.every is set.
 
     \b
     Examples:
       hgraph train examples/first_light/config.yaml
       hgraph train examples/first_light/config.yaml --name longer steps=80 optimizer.lr=5e-4
+      hgraph train examples/first_light/config.yaml checkpoint.every=10 --resume
       torchrun --nproc-per-node 4 -m runtime.cli train examples/first_light/config.yaml
     """
+    from runtime.checkpoint.resume import start_of
     from runtime.config import load_config
     from runtime.launch import is_launched, launch
 
@@ -55,9 +78,12 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     overrides += [f"num_processes={nproc}"] if nproc is not None else []
     overrides += [f"name={name}"] if name is not None else []
     loaded = load_config(config, overrides)
+    folder = _folder(resume, loaded)
     if loaded.num_processes > 1 and not is_launched():
         check_pool(loaded)
-        sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides]))
+        start_of(loaded, folder)
+        again = [] if folder is None else [f"--resume={folder}"]
+        sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again]))
     from runtime.train import train
 
-    train(loaded)
+    train(loaded, folder)

@@ -1,0 +1,136 @@
+"""Folders of checkpoints: one is there whole or not at all.
+
+    checkpoints/step-000003/.metadata, __0_0.distcp, ...   written by torch.distributed.checkpoint
+                            checkpoint.json                 everything else, and the size of every file
+    checkpoints/step-000006.tmp/                            being written, or left half-written: never loaded
+
+A checkpoint is written under a name that ends in `.tmp`, synced, and renamed. It is removed the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hgraph.errors import InvalidInput
+
+__all__ = [
+    "FACTS_FILE",
+    "begin",
+    "checkpoints_in",
+    "complete",
+    "find_checkpoint",
+    "keep_last",
+    "publish",
+    "read_facts",
+    "temporary",
+]
+
+FACTS_FILE = "checkpoint.json"
+_TEMPORARY = ".tmp"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def complete(folder: Path, step: int) -> Path:
+    """Returns where the checkpoint after `step` steps lies in `folder`."""
+    return folder / f"step-{step:06d}"
+
+
+def temporary(target: Path) -> Path:
+    """Returns where `target` is written before it is complete."""
+    return target.with_name(target.name + _TEMPORARY)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints in `folder`, the oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and not _fault(path)]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Returns `folder` where it is a checkpoint, else the last complete one in it.
+
+    Raises `InvalidInput` where there is none, or `folder` is one that is not complete.
+    """
+    if (folder / FACTS_FILE).exists() or _NAME.fullmatch(folder.name.removesuffix(_TEMPORARY)):
+        fault = "it was not written to its end" if folder.name.endswith(_TEMPORARY) else _fault(folder)
+        if fault:
+            raise InvalidInput(f"{folder} is not a complete checkpoint: {fault}; name another one, or their folder")
+        return folder
+    found = checkpoints_in(folder)
+    if not found:
+        there = "is no folder" if not folder.is_dir() else "holds none"
+        raise InvalidInput(f"expected a checkpoint (step-NNNNNN) or a folder of some, but {folder} {there}")
+    return found[-1]
+
+
+def begin(target: Path) -> None:
+    """Makes the empty folder that `target` is written in.
+
+    Raises `InvalidInput` where `target` is there already.
+    """
+    if target.exists():
+        raise InvalidInput(f"{target} is there already; save into another folder, or remove it")
+    if temporary(target).exists():
+        shutil.rmtree(temporary(target))
+    temporary(target).mkdir(parents=True)
+
+
+def publish(target: Path, facts: Mapping[str, Any]) -> None:
+    """Completes `target`: `facts` and the sizes of all files beside the boxes, synced, then renamed."""
+    folder = temporary(target)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    with (folder / FACTS_FILE).open("w") as file:
+        json.dump({**facts, "files": sizes}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+    folder.rename(target)
+    _sync(target.parent)
+
+
+def keep_last(folder: Path, count: int) -> list[Path]:
+    """Removes all but the last `count` complete checkpoints of `folder`; returns those removed."""
+    old = checkpoints_in(folder)[:-count]
+    for path in old:
+        # Renamed first: whatever interrupts the removal, no part of it is ever taken for a checkpoint.
+        shutil.rmtree(path.rename(temporary(path)))
+    return old
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """Returns what `checkpoint.json` says."""
+    return json.loads((checkpoint / FACTS_FILE).read_text())
+
+
+def _fault(checkpoint: Path) -> str:
+    """What keeps the folder from being complete; empty if nothing does."""
+    try:
+        sizes = read_facts(checkpoint)["files"]
+    except (OSError, ValueError, KeyError):
+        return f"there is no sound {FACTS_FILE}"
+    for name, size in sizes.items():
+        path = checkpoint / name
+        got = path.stat().st_size if path.exists() else None
+        if got != size:
+            return f"{name}: expected {size} bytes, {'it is missing' if got is None else f'got {got}'}"
+    return ""
+
+
+def _sync(folder: Path) -> None:
+    """Makes the entries of a folder last (POSIX; elsewhere a folder cannot be opened)."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,144 @@
+"""Saving, loading and exporting the state of a program. Everything here is collective."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hgraph.data.batches import BatchState, GlobalBatches
+from hgraph.errors import HydraulisError, InvalidInput
+from runtime.checkpoint.boxes import HeldBox, read_boxes, write_boxes
+from runtime.checkpoint.facts import changed_settings, check_data, check_model, check_version, facts_of
+from runtime.checkpoint.folder import begin, complete, find_checkpoint, keep_last, publish, read_facts, temporary
+from runtime.checkpoint.meeting import meet
+from runtime.cluster import Cluster, SimulatedCluster
+from runtime.layouts import owned_box
+from runtime.rank_step import RankState
+
+if TYPE_CHECKING:
+    from runtime.program import Program
+
+__all__ = ["export_weights", "load", "save"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+Result = TypeVar("Result")
+
+
+def save(program: Program, folder: Path, batches: GlobalBatches | None, keep: int | None, number: int) -> Path:
+    """Writes the checkpoint of the program's present step into `folder` and returns its path; see `Program.save`."""
+    if keep is not None and keep < 1:
+        raise InvalidInput(f"save: expected keep of 1 or more, got {keep}")
+    cluster, target = program.cluster, complete(folder, program.step_count)
+    meet(cluster, f"save to {target}", number)
+    _on_rank_0(cluster, lambda: begin(target))
+    unseen = [rank for rank, seen in enumerate(cluster.gather(temporary(target).is_dir())) if not seen]
+    if unseen:
+        raise InvalidInput(
+            f"{temporary(target)}: made by rank 0, not seen by ranks {unseen}; all nodes share the folder"
+        )
+    states = {rank: state.optimizer.state_dict() for rank, state in program.ranks.items()}
+    write_boxes(temporary(target), _boxes(program, states), alone=isinstance(cluster, SimulatedCluster))
+
+    def finish() -> None:
+        publish(target, facts_of(program, batches))
+        if keep is not None:
+            keep_last(folder, keep)
+
+    _on_rank_0(cluster, finish)
+    return target
+
+
+def load(program: Program, folder: Path, batches: GlobalBatches | None, number: int) -> Path:
+    """Reads a checkpoint into the program and returns its path; see `Program.load`."""
+    cluster = program.cluster
+    meet(cluster, f"load from {folder}", number)
+
+    def read() -> tuple[Path, dict[str, Any]]:
+        checkpoint = find_checkpoint(folder)
+        facts = read_facts(checkpoint)
+        check_version(facts, checkpoint)
+        check_model(facts, program, checkpoint)
+        if batches is not None:
+            check_data(facts, batches, checkpoint)
+        return checkpoint, facts
+
+    checkpoint, facts = _on_rank_0(cluster, read)
+    states = {rank: _empty_state(state, facts["optimizer_steps"]) for rank, state in program.ranks.items()}
+    frozen = {rank: _like(state.frozen) for rank, state in program.ranks.items()}
+    # Read beside the state that is there: a checkpoint that cannot be read leaves the program as it was.
+    read_boxes(checkpoint, _boxes(program, states, frozen), alone=isinstance(cluster, SimulatedCluster))
+    for rank, state in program.ranks.items():
+        state.optimizer.load_state_dict(states[rank])
+        state.frozen.update(frozen[rank])
+    program.step_count, program.seed = facts["step_count"], facts["seed"]
+    program.next_batch = BatchState(**facts["next_batch"])
+    if program.is_main and (changed := changed_settings(facts, program)):
+        warnings.warn("\n  ".join([f"{checkpoint}: what holds now differs:", *changed]), stacklevel=3)
+    return checkpoint
+
+
+def export_weights(program: Program, path: Path) -> None:
+    """Writes all weights, whole, as safetensors; see `Program.export_weights`."""
+    own = {name: value.dtype for name, value in program.model.named_parameters(remove_duplicate=False)}
+    weights = program.state_dict()
+    kept = {name for name in program.model.state_dict() if name not in weights}
+    tensors = {name: value.to(own[name]).cpu() for name, value in weights.items()}
+    tensors |= {name: value for name, value in program.captured.buffers.items() if name in kept}
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".tmp")
+        # Copies: safetensors refuses tensors that share memory, as tied ones do.
+        save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, unfinished)
+        os.replace(unfinished, path)
+
+    _on_rank_0(program.cluster, write)
+
+
+def _boxes(
+    program: Program,
+    states: Mapping[int, Mapping[str, Any]],
+    frozen: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> Iterator[HeldBox]:
+    """The boxes of all local ranks in the optimizer layout: weights, frozen ones too, and both moments."""
+    shapes = {facts.name: facts.shape for facts in program.captured.parameters}
+    for rank, state in states.items():
+        still = program.ranks[rank].frozen if frozen is None else frozen[rank]
+        tensors = {"weights": {**state["master"], **still}, **{kind: state[kind] for kind in _MOMENTS}}
+        for kind, shards in tensors.items():
+            for name, values in shards.items():
+                box = owned_box(shapes[name], program.pool.num_ranks, rank)
+                assert box is not None, f"{name} lies on rank {rank}, which owns nothing of it"
+                yield HeldBox(f"{kind}.{name}", shapes[name], box, values)
+
+
+def _empty_state(state: RankState, step: int) -> dict[str, Any]:
+    present = state.optimizer.state_dict()
+    return {"step": step, **{kind: _like(present[kind]) for kind in ("master", *_MOMENTS)}}
+
+
+def _like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+
+def _on_rank_0(cluster: Cluster, action: Callable[[], Result]) -> Result:
+    """Returns on every rank what `action` returned on rank 0, or raises on every rank what it raised there."""
+    outcome: Any = None
+    if 0 in cluster.local_ranks:
+        try:
+            outcome = action()
+        except HydraulisError as error:
+            outcome = error
+        except OSError as error:
+            outcome = InvalidInput(f"checkpoint: {error}")
+    outcome = cluster.broadcast(outcome)
+    if isinstance(outcome, HydraulisError):
+        raise outcome
+    return outcome
