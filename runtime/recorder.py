@@ -62,8 +62,8 @@ class Recorder:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def start(self, program: Program) -> None:
-        """Opens the files of the run (a run that fails before its first step leaves an earlier one alone)."""
+    def open(self) -> None:
+        """Opens the files of the run: not before its first step, so that one that fails leaves an earlier one alone."""
         if not self.is_writer:
             return
         folder = self.config.folder
@@ -74,6 +74,12 @@ class Recorder:
             kept = _lines_before(path, self.steps_done + 1)
             self._files[name] = path.open("w")
             self._files[name].writelines(kept)
+
+    def start(self, program: Program) -> None:
+        """Opens the files, and shows the pool and the bar."""
+        if not self.is_writer:
+            return
+        self.open()
         for name, cost in program.profile.schemes.items():
             self.say(
                 f"  {name:<16} at most {cost.max_tokens:5,d} tokens; a micro-batch takes {cost.c:.1f} ms, and "

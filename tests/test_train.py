@@ -98,7 +98,7 @@ def test_a_run_leaves_metrics_plans_and_configuration(folder: Path) -> None:
     plans = [StepPlan.from_json(line) for line in (run / "plans.jsonl").read_text().splitlines()]
     assert [plan.strategy for plan in plans] == [line["strategy"] for line in metrics]
     assert "steps per strategy" in out and "unigram entropy" in out and "(tp4)" in out
-    assert out.count("step    1 ") == 1, "one process prints"
+    assert out.count("step   1 ") == 1, "one process prints"
 
 
 def test_plans_that_were_written_hold_for_the_cached_profile(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_run_goes_on_under_another_pool(folder: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(text[:5]) + text[5][:20])
     out = train(folder, "--nproc", "2", "pool=other.yaml", "memory.max_tokens={tp1.pp2: 512}", "--resume")
     assert "resumed from runs/tiny/checkpoints/step-000004" in out
-    assert "step    5 " in out and "step    4 " not in out
+    assert "step   5 " in out and "step   4 " not in out
     resumed = lines(run / "metrics.jsonl")
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines(run / "plans.jsonl")] == [1, 2, 3, 4, 5, 6]
@@ -145,12 +145,12 @@ def test_the_recorder_keeps_what_was_before(tmp_path: Path) -> None:
     for name, first in (("metrics", 1), ("plans", 1)):
         text = "".join(f'{{"step": {first + index}}}\n' for index in range(4))
         (config.folder / f"{name}.jsonl").write_text(text + '{"st')
-    with Recorder(config, is_writer=True, steps_done=2):
-        pass
+    with Recorder(config, is_writer=True, steps_done=2) as recorder:
+        recorder.open()
     assert lines(config.folder / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
     assert lines(config.folder / "plans.jsonl") == [{"step": 1}, {"step": 2}]
-    with Recorder(config, is_writer=True):
-        pass
+    with Recorder(config, is_writer=True) as recorder:
+        recorder.open()
     assert not (config.folder / "metrics.jsonl").read_text()
 
 
