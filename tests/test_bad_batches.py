@@ -90,7 +90,7 @@ def test_an_id_outside_the_vocabulary(
     assert states_equal(before, snapshot(program))
     assert program.step_count == 0
     out = program.step(SOUND)
-    assert (out.step, out.tokens) == (0, 6)
+    assert (out.step, out.tokens) == (1, 6)
     assert not states_equal(before, snapshot(program))
 
 
@@ -114,7 +114,7 @@ def test_a_batch_that_cannot_be_planned(program: Program, sequences: list[Any], 
     with pytest.raises(InvalidInput, match=re.escape(text)):
         program.step(sequences)
     assert states_equal(before, snapshot(program))
-    assert program.step(SOUND).step == 0
+    assert program.step(SOUND).step == 1
 
 
 class Failing:
@@ -297,7 +297,7 @@ def breaks_without_a_channel(where: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        ("planning", "PlanError: plan of step 0: ZeroDivisionError: division by zero"),
+        ("planning", "PlanError: plan of step 1: ZeroDivisionError: division by zero"),
         ("step", "first failure: rank 1: ZeroDivisionError: division by zero"),
     ],
 )

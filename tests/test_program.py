@@ -166,5 +166,5 @@ def test_a_planner_that_breaks_is_an_answer_to_all(monkeypatch: pytest.MonkeyPat
     answer = program.planning._own_plan(make_batch([[1, 2]]), 4)
     assert isinstance(answer, PlanError)
     assert str(answer) == "plan of step 4: ZeroDivisionError: division by zero"
-    with pytest.raises(PlanError, match="plan of step 0: ZeroDivisionError"):
+    with pytest.raises(PlanError, match="plan of step 1: ZeroDivisionError"):
         program.step([[1, 2]])

@@ -16,6 +16,7 @@ from hgraph.data.batches import GlobalBatches
 from hgraph.data.dataset import Dataset, sequence_labels
 from hgraph.errors import InvalidInput
 from hgraph.graph import annotated_text
+from runtime.facts import trained_names
 
 if TYPE_CHECKING:
     from runtime.program import Program
@@ -91,8 +92,9 @@ def _optimizer(program: Program) -> dict[str, Any]:
 
 
 def _model(program: Program) -> dict[str, Any]:
+    trained = trained_names(program.captured)
     parameters = {
-        facts.name: {"names": list(facts.names), "shape": list(facts.shape), "trained": facts.requires_grad}
+        facts.name: {"names": list(facts.names), "shape": list(facts.shape), "trained": facts.name in trained}
         for facts in program.captured.parameters
     }
     return {"dtype": str(program.master_dtype), "graph": _graph_digest(program), "parameters": parameters}
