@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["MemoryLimits", "calibrate", "max_tokens_of"]
 
 _SEED = 0
+_MOST_MICRO_BATCHES = 8
+"""Bounds the time that calibration takes where loads are very unequal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,10 @@ def _measure(
     samples: dict[str, list[_Sample]] = {str(scheme): [] for scheme in fresh}
     names = [str(replica.scheme) for replica in strategy.replicas]
     shapes = [_shapes(lengths, tokens[name], program.longest_sequence) for name in names]
-    counts = [_micro_batches(replica.scheme.pp) for replica in strategy.replicas]
-    _run_once(program, strategy, [own[0] for own in shapes], counts)
+    _run_once(program, strategy, [own[0] for own in shapes], [1] * len(shapes))
     for turn in range(max(map(len, shapes))):
         loads = [own[turn % len(own)] for own in shapes]
+        counts = _micro_batches(strategy, loads)
         times = [_run_once(program, strategy, loads, counts) for _ in range(repeats)]
         for index, replica in enumerate(strategy.replicas):
             if names[index] in samples:
@@ -138,9 +140,18 @@ def _measure(
     return {name: _fit(name, own, tokens[name]) for name, own in samples.items()}
 
 
-def _micro_batches(pp: int) -> int:
-    """Enough equal micro-batches that every stage is at work at once, as in training; they fill v + pp - 1 slots."""
-    return 2 * pp - 1
+def _micro_batches(strategy: Strategy, loads: Sequence[tuple[int, ...]]) -> list[int]:
+    """How many equal micro-batches each replica runs; v of them fill v + pp - 1 slots.
+
+    Enough that every stage is at work at once, as in training, and that all replicas have about as many tokens per
+    rank: one that ended early would leave the others the machine.
+    """
+    least = [2 * replica.scheme.pp - 1 for replica in strategy.replicas]
+    shares = [sum(load) / len(replica.ranks) for load, replica in zip(loads, strategy.replicas, strict=True)]
+    work = max(count * share for count, share in zip(least, shares, strict=True))
+    return [
+        max(count, min(_MOST_MICRO_BATCHES, round(work / share))) for count, share in zip(least, shares, strict=True)
+    ]
 
 
 def _shapes(lengths: Sequence[int], limit: int, longest: int | None) -> list[tuple[int, ...]]:

@@ -10,10 +10,10 @@ from hgraph.capture import capture
 from hgraph.data import Packed
 from hgraph.errors import InvalidInput
 from hgraph.profile import Profile
-from hgraph.strategy import Scheme
+from hgraph.strategy import Replica, Scheme, Strategy
 from passes.pipelines import compile_scheme, normalized
 from runtime import calibrate as calibration
-from runtime.calibrate import MemoryLimits, calibrate
+from runtime.calibrate import MemoryLimits, _micro_batches, calibrate
 from runtime.memory import scheme_memory
 from runtime.program import Program
 from tests.models import gpt, language_loss, llama
@@ -89,3 +89,15 @@ def test_gpipe_needs_a_limit_that_is_given() -> None:
     assert calibration.max_tokens_of(program, scheme, MemoryLimits(max_tokens={str(scheme): 12})) == 12
     alone = pool(1, strategy("gpipe", U(1, 1, schedule="gpipe")))
     assert calibration.max_tokens_of(exact_program(gpt(), language_loss, alone), alone.schemes[0], MemoryLimits()) > 0
+
+
+def test_replicas_are_kept_busy_as_long_as_each_other() -> None:
+    replicas = (
+        Replica(Scheme.uniform(1, 2), (0, 1)),
+        Replica(Scheme.uniform(1), (2,)),
+        Replica(Scheme.uniform(2), (3, 4)),
+    )
+    unequal = Strategy("unequal", replicas)
+    # 3 micro-batches of 100 tokens on 2 ranks are 150 a rank.
+    assert _micro_batches(unequal, [(100,), (75,), (60, 40)]) == [3, 2, 3]
+    assert _micro_batches(unequal, [(100,), (1,), (10_000,)]) == [8, 8, 1], "bounded where loads are very unequal"
