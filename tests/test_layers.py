@@ -24,7 +24,7 @@ SOURCES = sorted(
 )
 MODULES = [path for path in SOURCES if path.suffix == ".py"]
 
-# A quoted or bare path that only one machine has: /home/x, /work/x, /root/x, C:\x.
+# A quoted or bare path that only one machine has: /home/x, /root/x, C:\x.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~/:-])(/(home|root|work|Users|mnt|data|opt)/\w|[A-Z]:\\\w)")
 
 
