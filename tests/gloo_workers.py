@@ -32,6 +32,10 @@ class WorkersFailed(Exception):
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(texts.items())))
 
 
+class _NotJoined(Exception):
+    """A worker could not set up a job's process group."""
+
+
 class GlooPool:
     """Up to `num_workers` processes with one thread each, started when first used."""
 
@@ -78,8 +82,9 @@ class GlooPool:
         return results, texts
 
     def _start(self) -> None:
-        if self._processes:
+        if all(process.is_alive() for process in self._processes) and self._processes:
             return
+        self.close()
         context = multiprocessing.get_context("spawn")
         for _ in range(self.num_workers):
             ours, theirs = context.Pipe()
@@ -114,11 +119,15 @@ def _work(pipe: Connection) -> None:
             port, rank, num_ranks, timeout_s, job = pipe.recv()
         except EOFError:
             return
+        joined = True
         try:
             answer = (True, _run_job(port, rank, num_ranks, timeout_s, job))
-        except BaseException:
+        except BaseException as error:
+            joined = not isinstance(error, _NotJoined)
             answer = (False, traceback.format_exc())
         pipe.send_bytes(_pickle(answer))
+        if not joined:
+            return  # torch counts groups: a worker that missed a job would name its next ones otherwise than the rest
 
 
 def _pickle(answer: tuple[bool, Any]) -> bytes:
@@ -132,7 +141,14 @@ def _pickle(answer: tuple[bool, Any]) -> bytes:
 def _run_job(port: int, rank: int, num_ranks: int, timeout_s: float, job: bytes) -> Any:
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        # A rank that ended at once would cut off those still connecting.
+        if store.add("joined", 1) == num_ranks:
+            store.set("all joined", b"")
+        store.wait(["all joined"])
+    except BaseException as error:
+        raise _NotJoined(f"rank {rank} could not join the others") from error
     try:
         function, args = pickle.loads(job)
         return function(*args)
