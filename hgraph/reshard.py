@@ -15,7 +15,7 @@ from hgraph.errors import InvalidInput
 from hgraph.placements import Shard, balanced_sizes
 from hgraph.reshard_collectives import Spread, recognise_copies, recognise_reductions
 from hgraph.reshard_moves import MoveList
-from hgraph.reshard_needs import Family, Need, families_by_cell, find_needs
+from hgraph.reshard_needs import Family, Need, families_by_cell, find_needs, is_in_place
 from hgraph.reshard_plan import Collective, Combine, Move, Operation, ReshardPlan
 from hgraph.shard_map import ShardMap, box_numel, intersect, shard_map
 
@@ -53,7 +53,7 @@ def plan_reshard(
     planned = tuple(max(length, 1) if dim in free else length for dim, length in enumerate(lengths))
     source_map, target_map = shard_map(source, planned), shard_map(target, planned)
     needs = find_needs(source_map, target_map)
-    if _is_in_place(source_map, target_map, needs):
+    if is_in_place(source_map, target_map, needs):
         return ReshardPlan(source, target, lengths, (), free)
     first_combines = not target.is_partial or source.reduce == target.reduce
     draft = _Draft(source.reduce, first_combines)
@@ -72,15 +72,6 @@ def _check_free_dims(source: Annotation, target: Annotation, shape: Sequence[int
                     f"plan_reshard: expected free dim {dim} to be whole, got it cut by {annotation}; "
                     f"plan for its actual length instead"
                 )
-
-
-def _is_in_place(source: ShardMap, target: ShardMap, needs: Sequence[Need]) -> bool:
-    """Whether every rank's source buffer already is a right target buffer."""
-    if [(piece.rank, piece.box) for piece in source.pieces] != [(piece.rank, piece.box) for piece in target.pieces]:
-        return False
-    in_place = all(need.is_copy and set(need.receivers) <= set(need.terms[0]) for need in needs)
-    num_needed = sum(need.numel * len(need.receivers) for need in needs)
-    return in_place and num_needed == sum(box_numel(piece.box) for piece in target.pieces)
 
 
 class _Draft:

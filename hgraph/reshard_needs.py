@@ -8,14 +8,14 @@ into as few boxes as touch.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from hgraph.shard_map import Box, Piece, ShardMap, box_numel
 
-__all__ = ["Family", "Need", "families_by_cell", "find_needs", "merge_boxes"]
+__all__ = ["Family", "Need", "families_by_cell", "find_needs", "is_in_place", "merge_boxes"]
 
 Family: TypeAlias = tuple[tuple[int, ...], ...]
 """The ranks that hold each term of one family inside a cell; terms in ascending order of their lowest rank in the map,
@@ -79,21 +79,40 @@ def families_by_cell(
     source: ShardMap, target: ShardMap
 ) -> Iterator[tuple[Box, tuple[Family, ...], tuple[Family, ...]]]:
     """Yields every cell with the families that hold it under `source` and under `target`, in order of family number."""
-    pieces = (*source.pieces, *target.pieces)
-    cuts = [
-        sorted({0, length, *(end for piece in pieces for end in piece.box[dim])})
-        for dim, length in enumerate(source.shape)
-    ]
-    source_pieces, target_pieces = _pieces_by_cell(source.pieces, cuts), _pieces_by_cell(target.pieces, cuts)
-    known: dict[tuple[Piece, ...], tuple[Family, ...]] = {}
+    sides = [_Side(source), _Side(target)]
+    cuts = [sorted({*first, *second}) for first, second in zip(sides[0].cuts, sides[1].cuts, strict=True)]
+    places = [side.places(cuts) for side in sides]
     for index in itertools.product(*(range(len(ends) - 1) for ends in cuts)):
         box = tuple((ends[position], ends[position + 1]) for ends, position in zip(cuts, index, strict=True))
-        found = []
-        for pieces_here in (tuple(source_pieces.get(index, ())), tuple(target_pieces.get(index, ()))):
-            if pieces_here not in known:
-                known[pieces_here] = _families(pieces_here)
-            found.append(known[pieces_here])
-        yield box, found[0], found[1]
+        first, second = (
+            side.families(tuple(row[position] for row, position in zip(rows, index, strict=True)))
+            for side, rows in zip(sides, places, strict=True)
+        )
+        yield box, first, second
+
+
+class _Side:
+    """One shard map cut at its own borders; each of its cells has its families worked out once."""
+
+    def __init__(self, held: ShardMap) -> None:
+        self.cuts = [
+            sorted({0, length, *(end for piece in held.pieces for end in piece.box[dim])})
+            for dim, length in enumerate(held.shape)
+        ]
+        self._pieces = _pieces_by_cell(held.pieces, self.cuts)
+        self._families: dict[tuple[int, ...], tuple[Family, ...]] = {}
+
+    def places(self, cuts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns, per dim and interval of the finer `cuts`, the interval of this side that it lies in."""
+        return [
+            [bisect_right(own, start) - 1 for start in finer[:-1]]
+            for own, finer in zip(self.cuts, cuts, strict=True)
+        ]
+
+    def families(self, cell: tuple[int, ...]) -> tuple[Family, ...]:
+        if cell not in self._families:
+            self._families[cell] = _families(self._pieces.get(cell, ()))
+        return self._families[cell]
 
 
 def _pieces_by_cell(pieces: Iterable[Piece], cuts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[Piece]]:
@@ -147,6 +166,8 @@ def _questions(sources: Sequence[Family], targets: Sequence[Family], together: b
 
 
 def _plain_questions(sources: Sequence[Family], receivers: Sequence[int]) -> list[_Question]:
+    if len(sources) == 1:
+        return [(sources[0], tuple(sorted(receivers)))]
     chosen: dict[Family, list[int]] = {}
 
     def preference(family: Family, rank: int) -> tuple[bool, bool, bool, int, Family]:
@@ -181,3 +202,12 @@ def _assignment(source: Family, target: Family, together: bool) -> tuple[int, li
     else:
         assigned = [min(indices, key=lambda index: messages(term, index)) for term in source]
     return sum(messages(term, index) for term, index in zip(source, assigned, strict=True)), assigned
+
+
+def is_in_place(source: ShardMap, target: ShardMap, needs: Sequence[Need]) -> bool:
+    """Whether every rank's source buffer already is a right target buffer."""
+    if [(piece.rank, piece.box) for piece in source.pieces] != [(piece.rank, piece.box) for piece in target.pieces]:
+        return False
+    in_place = all(need.is_copy and set(need.receivers) <= set(need.terms[0]) for need in needs)
+    num_needed = sum(need.numel * len(need.receivers) for need in needs)
+    return in_place and num_needed == sum(box_numel(piece.box) for piece in target.pieces)

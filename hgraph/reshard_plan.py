@@ -2,14 +2,16 @@
 
 Each rank has a *source* buffer (its box under the source annotation) and a *target* buffer (its box under the target
 annotation). A plan is a sequence of phases; the operations of one phase run concurrently. An operation reads the
-source buffer, or (`origin="target"`) what earlier phases have put into the target buffer, and writes the target
-buffer. `planned` by `plan_reshard`, proved by `check_reshard`, run by `runtime/reshard.py`.
+source buffer, or (`origin`) what earlier phases have put into the target buffer or the *scratch* buffer, where a rank
+sums terms on their way to others; it writes the target buffer or (`destination`) the scratch buffer. Planned by
+`plan_reshard` and `plan_bridge`, proved by `check_reshard`, run by `runtime/reshard.py` and `runtime/bridge.py`.
 
 Invariants
 ----------
 - All boxes are in global coordinates, lie inside `shape` and are not empty.
 - A dim in `free_dims` is whole in every box of the plan, so the plan holds for every length of it (`ReshardPlan.at`).
 - An operation of a phase never reads what the same phase writes.
+- Scratch starts empty: the first write of an element is a "copy", later ones combine.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from typing import Literal, TypeAlias
 from hgraph.annotation import Annotation
 from hgraph.shard_map import Box
 
-__all__ = ["Collective", "Move", "Operation", "ReshardPlan"]
+__all__ = ["Collective", "Combine", "Destination", "Move", "Operation", "Origin", "ReshardPlan"]
 
 Combine: TypeAlias = Literal["copy", "sum", "max"]
-Origin: TypeAlias = Literal["source", "target"]
+Origin: TypeAlias = Literal["source", "target", "scratch"]
+Destination: TypeAlias = Literal["target", "scratch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Move:
     box: Box
     combine: Combine = "copy"
     origin: Origin = "source"
+    destination: Destination = "target"
 
 
 @dataclass(frozen=True, slots=True)

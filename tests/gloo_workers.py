@@ -22,6 +22,7 @@ __all__ = ["GlooPool", "WorkersFailed"]
 
 DEAD = "the worker died"
 LATE = "the rank had not ended in time"
+NOT_JOINED = "the worker could not join the others"
 
 
 class WorkersFailed(Exception):
@@ -30,10 +31,6 @@ class WorkersFailed(Exception):
     def __init__(self, texts: dict[int, str]) -> None:
         self.texts = texts
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(texts.items())))
-
-
-class _NotJoined(Exception):
-    """A worker could not set up a job's process group."""
 
 
 class GlooPool:
@@ -77,14 +74,14 @@ class GlooPool:
                 if not succeeded:
                     deadline_s = min(deadline_s, time.monotonic() + 20.0)
         texts |= dict.fromkeys(pending.values(), LATE)
-        if {LATE, DEAD} & set(texts.values()):
+        # torch counts process groups: a worker that missed one would name its next ones otherwise than the rest do.
+        if {LATE, DEAD} & set(texts.values()) or any(NOT_JOINED in text for text in texts.values()):
             self.close()
         return results, texts
 
     def _start(self) -> None:
-        if all(process.is_alive() for process in self._processes) and self._processes:
+        if self._processes:
             return
-        self.close()
         context = multiprocessing.get_context("spawn")
         for _ in range(self.num_workers):
             ours, theirs = context.Pipe()
@@ -119,15 +116,11 @@ def _work(pipe: Connection) -> None:
             port, rank, num_ranks, timeout_s, job = pipe.recv()
         except EOFError:
             return
-        joined = True
         try:
             answer = (True, _run_job(port, rank, num_ranks, timeout_s, job))
-        except BaseException as error:
-            joined = not isinstance(error, _NotJoined)
+        except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(_pickle(answer))
-        if not joined:
-            return  # torch counts groups: a worker that missed a job would name its next ones otherwise than the rest
 
 
 def _pickle(answer: tuple[bool, Any]) -> bytes:
@@ -148,7 +141,7 @@ def _run_job(port: int, rank: int, num_ranks: int, timeout_s: float, job: bytes)
             store.set("all joined", b"")
         store.wait(["all joined"])
     except BaseException as error:
-        raise _NotJoined(f"rank {rank} could not join the others") from error
+        raise RuntimeError(NOT_JOINED) from error
     try:
         function, args = pickle.loads(job)
         return function(*args)
