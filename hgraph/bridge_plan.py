@@ -1,46 +1,33 @@
 """Bridge plans: many tensors from one layout to another in one plan, with relays and balanced loads.
 
-`plan_bridge` gathers what all tensors need into bundles (`hgraph/bundles.py`), routes these (`hgraph/routes.py`) and cuts
-the tensors, in the order given, into buckets. One message per pair of ranks and bucket carries all that a level moves.
+`plan_bridge` gathers what all tensors need into bundles (`hgraph/bundles.py`), routes these (`hgraph/routes.py`) and
+cuts the tensors, in the order given, into buckets. One message per pair of ranks and bucket carries all that a level
+moves.
 
 Invariants
 ----------
 - Every tensor's own part (`reshard_plan`) is a plan that `check_reshard` accepts.
-- Buckets hold every tensor once, in the order given: that of first use.
+- Buckets hold every tensor once, in the order given: that of first use. None is empty.
+- Names of tensors are distinct.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy
 
-from hgraph.errors import InvalidInput
 from hgraph.bundles import Bundle, Pattern, Tensor, TensorReshard, gather_bundles, scale_box
-from hgraph.reshard_plan import Combine, Destination, Move, Origin, ReshardPlan
-from hgraph.reshard_needs import is_in_place
-from hgraph.routes import NUM_LEVELS, SCRATCH, SOURCE, TARGET, Routes, find_routes
-from hgraph.shard_map import shard_map
+from hgraph.errors import InvalidInput
+from hgraph.reshard_plan import Move, ReshardPlan
+from hgraph.route_moves import route_moves
+from hgraph.route_plan import NUM_LEVELS, Routes
+from hgraph.routes import check_ranks, find_routes
 from hgraph.topology import Topology, single_node
 
 __all__ = ["BridgePlan", "plan_bridge"]
-
-_ORIGINS: dict[int, Origin] = {SOURCE: "source", TARGET: "target", SCRATCH: "scratch"}
-
-
-class _Step(NamedTuple):
-    """One move of everything in a need of a pattern."""
-
-    need: int
-    level: int
-    sender: int
-    receiver: int
-    combine: Combine
-    origin: Origin
-    destination: Destination
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,21 @@ class BridgePlan:
     routes: Routes
     topology: Topology
     buckets: tuple[tuple[int, ...], ...]
-    _known: dict[tuple[int, int | None], Sequence[_Step]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[int, int | None], tuple[tuple[Move, ...], ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        held = [position for bucket in self.buckets for position in bucket]
+        if held != list(range(len(self.tensors))) or not all(self.buckets):
+            raise InvalidInput(
+                f"bridge: expected buckets that hold the tensors 0 to {len(self.tensors) - 1} in this order, each "
+                f"once, and no empty bucket; got {self.buckets}"
+            )
+        if len(self.positions) != len(self.tensors):
+            names = [tensor.reshard.name for tensor in self.tensors]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise InvalidInput(f"bridge: expected tensors of distinct names, got {twice} more than once")
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -65,6 +66,8 @@ class BridgePlan:
         tensor = self.tensors[self.positions[name]]
         reshard = tensor.reshard
         phases = tuple(phase for phase in self.moves(tensor) if phase)
+        if not phases and not self.patterns[tensor.pattern].is_in_place:
+            phases = ((),)  # no element moves, but the local shapes change
         return ReshardPlan(reshard.source, reshard.target, reshard.shape, phases)
 
     def moves(self, tensor: Tensor, rank: int | None = None) -> tuple[tuple[Move, ...], ...]:
@@ -72,101 +75,29 @@ class BridgePlan:
 
         Moves that combine into one element take effect in the order in which they are listed. A phase may be empty.
         """
-        pattern = self.patterns[tensor.pattern]
-        phases: list[list[Move]] = [[] for _ in range(NUM_LEVELS)]
-        if self._is_in_place[tensor.pattern]:
-            return tuple(map(tuple, phases))
-        for step in self._steps(tensor.pattern, rank):
-            phases[step.level].extend(
-                Move(step.sender, step.receiver, scale_box(box, tensor.scale), step.combine, step.origin, step.destination)
-                for box in pattern.needs[step.need].boxes
-            )
-        return tuple(map(tuple, phases))
+        key = (tensor.pattern, rank)
+        if key not in self._known:
+            self._known[key] = self._pattern_moves(self.patterns[tensor.pattern], rank)
+        return tuple(
+            tuple(replace(move, box=scale_box(move.box, tensor.scale)) for move in level) for level in self._known[key]
+        )
 
-    def _steps(self, number: int, rank: int | None) -> Sequence[_Step]:
-        if (number, rank) not in self._known:
-            self._known[number, rank] = [*self._own_steps(number, rank), *self._transfer_steps(number, rank)]
-        return self._known[number, rank]
-
-    def _own_steps(self, number: int, rank: int | None) -> Iterator[_Step]:
-        """What ranks copy from their own source buffer: values they need, and the first of the terms they sum."""
-        pattern = self.patterns[number]
-        for at, (need, bundle) in enumerate(zip(pattern.needs, pattern.bundles, strict=True)):
-            if need.is_copy:
-                targets: set[int] = set(need.receivers).intersection(need.terms[0])
-                summing: set[int] = set()
-            else:
-                root = int(self.routes.roots[bundle])
-                targets = {root} if any(root in term for term in need.terms) else set()
-                summing = self._summing[bundle]
-            for own in sorted(targets):
-                if rank in (None, own):
-                    yield _Step(at, 0, own, own, "copy", "source", "target")
-            for own in sorted(summing):
-                if rank in (None, own):
-                    yield _Step(at, 0, own, own, "copy", "source", "scratch")
-
-    def _transfer_steps(self, number: int, rank: int | None) -> Iterator[_Step]:
-        pattern, routes = self.patterns[number], self.routes
-        combine: Combine = "max" if pattern.source.reduce == "max" else "sum"
-        need_of = {bundle: at for at, bundle in enumerate(pattern.bundles)}
-        chosen = numpy.isin(routes.bundle, pattern.bundles)
-        if rank is not None:
-            chosen &= (routes.sender == rank) | (routes.receiver == rank)
-        for at in numpy.flatnonzero(chosen):
-            bundle, sender, receiver = int(routes.bundle[at]), int(routes.sender[at]), int(routes.receiver[at])
-            level, origin = int(routes.level[at]), _ORIGINS[int(routes.origin[at])]
-            scratch = level == 0 and receiver != routes.roots[bundle]
-            how: Combine = combine if self._combines[at] else "copy"
-            yield _Step(need_of[bundle], level, sender, receiver, how, origin, "scratch" if scratch else "target")
-
-    @cached_property
-    def _combines(self) -> numpy.ndarray:
-        """Per transfer, whether it adds to what is there: sums, but for the first to a root that holds no term."""
-        routes = self.routes
-        combines = routes.level < 2
-        holds = [
-            root < 0 or any(root in term for term in bundle.terms)
-            for root, bundle in zip(routes.roots.tolist(), self.bundles, strict=True)
-        ]
-        first = combines & (routes.receiver == routes.roots[routes.bundle]) & ~numpy.array(holds, dtype=bool)[routes.bundle]
-        candidates = numpy.flatnonzero(first)
-        _, at = numpy.unique(routes.bundle[candidates], return_index=True)
-        combines[candidates[at]] = False
-        return combines
-
-    @cached_property
-    def _summing(self) -> list[set[int]]:
-        """Per bundle, the ranks that sum terms in their scratch buffer."""
-        routes = self.routes
-        result: list[set[int]] = [set() for _ in self.bundles]
-        sums = (routes.level == 0) & (routes.receiver != routes.roots[routes.bundle])
-        for bundle, receiver in zip(routes.bundle[sums].tolist(), routes.receiver[sums].tolist(), strict=True):
-            result[bundle].add(receiver)
-        return result
+    def _pattern_moves(self, pattern: Pattern, rank: int | None) -> tuple[tuple[Move, ...], ...]:
+        if pattern.is_in_place:
+            return ((),) * NUM_LEVELS
+        reduce = pattern.source.reduce
+        return route_moves(pattern.needs, pattern.bundles, self.bundles, self.routes, reduce, rank)
 
     def buffer_elements(self, bucket: Sequence[int] | None = None) -> numpy.ndarray:
         """Returns the elements of each rank's messages (sent and received) and sums for `bucket` (all tensors)."""
         routes, count = self.routes, self.elements(bucket)
         moved = count[routes.bundle].astype(float)
-        sums = (routes.level == 0) & (routes.receiver != routes.roots[routes.bundle])
-        summing = numpy.unique(numpy.stack([routes.bundle[sums], routes.receiver[sums]]), axis=1)
-        size = self.topology.num_ranks
-        return sum(
-            numpy.bincount(ranks, weights, minlength=size)
-            for ranks, weights in (
-                (routes.sender, moved), (routes.receiver, moved), (summing[1], count[summing[0]].astype(float))
-            )
-        )
-
-    @cached_property
-    def _is_in_place(self) -> list[bool]:
-        """Per pattern, whether every rank's source buffer already is a right target buffer."""
-        found = []
-        for pattern in self.patterns:
-            source, target = shard_map(pattern.source, pattern.shape), shard_map(pattern.target, pattern.shape)
-            found.append(is_in_place(source, target, pattern.needs))
-        return found
+        scratch = routes.into_scratch
+        summing = numpy.unique(numpy.stack([routes.bundle[scratch], routes.receiver[scratch]]), axis=1)
+        result = numpy.zeros(self.topology.num_ranks)
+        for ranks, elements in ((routes.sender, moved), (routes.receiver, moved), (summing[1], count[summing[0]])):
+            result += numpy.bincount(ranks, elements, minlength=len(result))
+        return result
 
     def elements(self, bucket: Sequence[int] | None = None) -> numpy.ndarray:
         """Returns the elements of each bundle that the tensors of `bucket` (all tensors) have."""
@@ -194,12 +125,10 @@ def plan_bridge(
 
     Raises `InvalidInput` where an annotation does not fit its tensor's shape or names a rank the topology has not.
     """
-    highest = max((max(*r.source.ranks, *r.target.ranks) for r in reshards), default=0)
-    topology = topology or single_node(highest + 1)
-    if highest >= topology.num_ranks:
-        raise InvalidInput(
-            f"bridge: expected ranks below {topology.num_ranks}, those of topology {topology.name}; got rank {highest}"
-        )
+    annotations = {id(annotation): annotation for r in reshards for annotation in (r.source, r.target)}
+    ranks = {rank for annotation in annotations.values() for rank in annotation.ranks}
+    topology = topology or single_node(max(ranks, default=0) + 1)
+    check_ranks("bridge", tuple(ranks), topology)
     tensors, patterns, bundles = gather_bundles(reshards)
     routes = find_routes(bundles, topology)
     whole = (tuple(range(len(tensors))),) if tensors else ()

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from math import isclose, isfinite
 
 from hgraph.errors import PlanError
-from hgraph.plan import ReplicaPlan, StepPlan
+from hgraph.plan import ReplicaPlan, SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.simulate import schedule_ms
 from hgraph.strategy import Pool, Strategy
 
-__all__ = ["check_plan", "check_replica_plans"]
+__all__ = ["check_plan", "check_replica_plans", "check_sequenced_plan"]
 
 RELATIVE_TOLERANCE = 1e-9
 
@@ -41,6 +41,25 @@ def check_plan(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[i
     _check_equal(f"{where}: predicted_ms (slowest replica plus bridges)", expected_ms, plan.predicted_ms)
     _check_bound(plan, where)
     _check_candidates(plan, names, where)
+
+
+def check_sequenced_plan(plan: SequencedPlan, pool: Pool, profile: Profile, lengths: Sequence[int]) -> None:
+    """Raises PlanError unless each part is a sound plan of its own sequences, and each sequence is in one part."""
+    if not plan.parts:
+        raise PlanError("plan in parts: expected at least one part, got none")
+    where = f"plan of step {plan.step} in {len(plan.parts)} parts"
+    seen = Counter(index for part in plan.parts for index in part.sequences)
+    for index in sorted({*seen, *range(len(lengths))}):
+        if not 0 <= index < len(lengths):
+            raise PlanError(f"{where}: sequence {index} is not in the batch of {len(lengths)}")
+        if seen[index] != 1:
+            raise PlanError(f"{where}: sequence {index} appears {seen[index]} times; expected exactly once")
+    for part in plan.parts:
+        own = sorted(part.sequences)
+        numbers = [0] * len(lengths)
+        for number, index in enumerate(own):
+            numbers[index] = number
+        check_plan(part.renumbered(numbers), pool, profile, [lengths[index] for index in own])
 
 
 def check_replica_plans(

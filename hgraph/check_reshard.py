@@ -1,21 +1,23 @@
 """Proves a reshard plan, whoever made it, by running it on symbols.
 
 The tensor is cut at every border of any box of the plan or of its two shard maps. For each rank and cell the checker
-keeps what the target buffer holds: a multiset of contributions, each one term of one source family. Nothing here knows
-how `plan_reshard` works.
+keeps what the target buffer and the scratch buffer hold: a multiset of contributions, each one term of one source
+family. Nothing here knows how `plan_reshard` or `plan_bridge` works.
 
 Properties, each named in the error that reports it
 ---------------------------------------------------
 - *well formed*: boxes lie inside the shape and are not empty (but where a free dim is); free dims are whole; the boxes
   of a collective fit its kind.
-- *exact*: a rank reads only what it holds, writes only inside its target box, and no operation reads what the same
-  phase writes.
-- *non-redundant*: an element is copied into a buffer once, and no rank is sent a plain value that it holds.
+- *exact*: a rank reads only what it holds, writes only inside its target box or into scratch, and no operation reads
+  what the same phase writes.
+- *non-redundant*: an element is copied into a buffer once, no rank is sent a value that it holds in any buffer, and
+  what is written into scratch is read later.
 - *complete*: every rank of a plain target holds each term of one source family once, for each element; over the terms
   of each target family of a partial target the contributions add up to that, and copies of a term are alike.
 
-Semantics: the target buffer starts neutral, by the target's reduction or, where the target is plain, the source's. The
-operations of a phase read before any writes, and write in the order in which they are listed. "copy" replaces.
+Semantics: the target buffer starts neutral, by the target's reduction or, where the target is plain, the source's;
+scratch starts empty. The operations of a phase read before any writes, and write in the order in which they are listed.
+"copy" replaces.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
 from hgraph.errors import InvalidAnnotation, PlanError
-from hgraph.reshard_plan import Collective, Move, Operation, Origin, ReshardPlan
+from hgraph.reshard_plan import Collective, Destination, Move, Operation, Origin, ReshardPlan
 from hgraph.shard_map import Box, Piece, ShardMap, box_numel, intersect, shard_map
 
 __all__ = ["check_reshard", "check_shard_map"]
@@ -46,6 +48,7 @@ class _Write:
     cell: Cell
     value: Contributions
     combines: bool
+    buffer: Destination = "target"
 
 
 def check_reshard(plan: ReshardPlan) -> None:
@@ -152,6 +155,8 @@ class _Checker:
         self._source_holders = _holders(self._grid, self._source)
         self._target_holders = _holders(self._grid, self._target)
         self._held: dict[int, dict[Cell, Contributions]] = {rank: {} for rank in self._target_pieces}
+        self._scratch: dict[tuple[int, Cell], Contributions] = {}
+        self._unread: dict[tuple[int, Cell], Operation] = {}
         neutral = self._target.reduce or self._source.reduce
         self._combines_into_neutral = neutral == self._source.reduce
 
@@ -160,6 +165,9 @@ class _Checker:
             self._keep_source_buffers()
         for phase in self._plan.phases:
             self._run_phase(phase)
+        for (rank, cell), operation in self._unread.items():
+            where = self._grid.box(cell)
+            _fail("non-redundant", f"nobody reads {where} of the scratch buffer of rank {rank} after {operation}")
         for cell in self._grid.cells():
             self._check_cell(cell)
 
@@ -182,7 +190,7 @@ class _Checker:
             for dim, (start, stop) in enumerate(box):
                 if dim in plan.free_dims and (start, stop) != (0, plan.shape[dim]):
                     _fail("well formed", f"free dim {dim} is cut by {box} in {operation}")
-                if dim not in plan.free_dims and start == stop:
+                if dim not in plan.free_dims and start == stop and not self._may_be_empty(box, operation):
                     _fail("well formed", f"expected no empty box, got {box} in {operation}")
         if isinstance(operation, Collective):
             _check_collective(operation)
@@ -191,15 +199,24 @@ class _Checker:
         if isinstance(operation, Collective) and _reduces(operation) and operation.combine != self._source.reduce:
             _fail("well formed", f"expected the reduction {self._source.reduce}, got {operation}")
 
+    def _may_be_empty(self, box: Box, operation: Operation) -> bool:
+        """Whether `box` is how a rank says that it gives or gets nothing in a collective where some ranks may not."""
+        kinds = ("all_to_all", "reduce_scatter")
+        at_origin = all(ends == (0, 0) for dim, ends in enumerate(box) if dim not in self._plan.free_dims)
+        return isinstance(operation, Collective) and operation.kind in kinds and at_origin
+
     # Exact
 
     def _run_phase(self, phase: Sequence[Operation]) -> None:
-        self._reads: set[tuple[int, Cell]] = set()
+        self._reads: set[tuple[Origin, int, Cell]] = set()
         writes = [write for operation in phase for write in self._writes(operation)]
         for write in writes:
-            if (write.rank, write.cell) in self._reads:
+            if (write.buffer, write.rank, write.cell) in self._reads:
                 _fail("exact", f"rank {write.rank} reads {self._where(write)} in the same phase that writes it")
-            self._apply(write)
+            if write.buffer == "scratch":
+                self._apply_to_scratch(write)
+            else:
+                self._apply(write)
 
     def _writes(self, operation: Operation) -> Iterator[_Write]:
         if isinstance(operation, Move):
@@ -211,11 +228,15 @@ class _Checker:
 
     def _read(self, operation: Operation, rank: int, cell: Cell, origin: Origin) -> Contributions:
         where = self._grid.box(cell)
-        if origin == "target":
-            self._reads.add((rank, cell))
-            value = self._held.get(rank, {}).get(cell)
+        if origin != "source":
+            self._reads.add((origin, rank, cell))
+            if origin == "scratch":
+                self._unread.pop((rank, cell), None)
+            value = self._held.get(rank, {}).get(cell) if origin == "target" else self._scratch.get((rank, cell))
             if value is None:
-                _fail("exact", f"rank {rank} reads {where} of its target buffer, which holds nothing yet: {operation}")
+                _fail(
+                    "exact", f"rank {rank} reads {where} of its {origin} buffer, which holds nothing yet: {operation}"
+                )
             return value
         piece = self._source_pieces.get(rank)
         if piece is None or not _covers(piece.box, where):
@@ -225,15 +246,17 @@ class _Checker:
     def _move(self, move: Move) -> Iterator[_Write]:
         for cell in self._grid.cells(move.box):
             value = self._read(move, move.sender, cell, move.origin)
-            own = self._source_pieces.get(move.receiver)
-            if (
-                move.sender != move.receiver
-                and own is not None
-                and _covers(own.box, self._grid.box(cell))
-                and value == ((own.family, own.term),)
-            ):
+            if move.sender != move.receiver and value in self._values_of(move.receiver, cell):
                 _fail("non-redundant", f"rank {move.receiver} holds {self._grid.box(cell)} itself: {move}")
-            yield _Write(move, move.receiver, cell, value, move.combine != "copy")
+            yield _Write(move, move.receiver, cell, value, move.combine != "copy", move.destination)
+
+    def _values_of(self, rank: int, cell: Cell) -> Iterator[Contributions | None]:
+        """Yields what the buffers of a rank hold of a cell before the phase; None for a buffer that holds nothing."""
+        own = self._source_pieces.get(rank)
+        if own is not None and _covers(own.box, self._grid.box(cell)):
+            yield ((own.family, own.term),)
+        yield self._held.get(rank, {}).get(cell)
+        yield self._scratch.get((rank, cell))
 
     def _reduction(self, collective: Collective) -> Iterator[_Write]:
         for rank, received in zip(collective.ranks, collective.received, strict=True):
@@ -259,6 +282,16 @@ class _Checker:
         if before is None and write.combines and not self._combines_into_neutral:
             _fail("exact", f"rank {write.rank} combines into another reduction's neutral element: {write.operation}")
         held[write.cell] = tuple(sorted((*(before or ()), *write.value)))
+
+    def _apply_to_scratch(self, write: _Write) -> None:
+        place = (write.rank, write.cell)
+        before = self._scratch.get(place)
+        if before is not None and not write.combines:
+            _fail("non-redundant", f"rank {write.rank} gets {self._where(write)} twice in scratch: {write.operation}")
+        if before is None and write.combines:
+            _fail("exact", f"rank {write.rank} combines {self._where(write)} into empty scratch: {write.operation}")
+        self._scratch[place] = tuple(sorted((*(before or ()), *write.value)))
+        self._unread[place] = write.operation
 
     def _where(self, write: _Write) -> Box:
         return self._grid.box(write.cell)
@@ -327,10 +360,9 @@ def _check_collective(collective: Collective) -> None:
     elif collective.kind == "reduce_scatter":
         fits = len(set(contributed)) == 1 and _tiles(received, contributed[0])
     elif collective.kind == "all_gather":
-        cut = {dim for box in contributed for dim, ends in enumerate(box) if ends != received[0][dim]}
-        fits = len(set(received)) == 1 and _tiles(contributed, received[0]) and len(cut) <= 1
+        fits = len(set(received)) == 1 and _tiles(contributed, received[0])
     else:
-        fits = _are_disjoint(contributed) and _are_disjoint(received) and _same_elements(contributed, received)
+        fits = _are_disjoint(contributed) and _same_elements(contributed, received)
     if not fits:
         _fail("well formed", f"boxes do not fit the kind of {collective}")
 
@@ -340,11 +372,12 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def _tiles(parts: Sequence[Box], union: Box) -> bool:
-    inside = all(_covers(union, part) for part in parts)
+    inside = all(_covers(union, part) for part in parts if box_numel(part))
     return inside and _are_disjoint(parts) and sum(map(box_numel, parts)) == box_numel(union)
 
 
 def _same_elements(first: Sequence[Box], second: Sequence[Box]) -> bool:
-    """Whether two lists of disjoint boxes hold the same elements."""
-    common = sum(box_numel(box) for a in first for b in second if (box := intersect(a, b)) is not None)
-    return common == sum(map(box_numel, first)) == sum(map(box_numel, second))
+    """Whether two lists of boxes hold the same elements."""
+    grid = _Grid([max(box[dim][1] for box in first) for dim in range(len(first[0]))], (*first, *second))
+    cells = [{cell for box in boxes if box_numel(box) for cell in grid.cells(box)} for boxes in (first, second)]
+    return cells[0] == cells[1]

@@ -10,9 +10,10 @@ Invariants (proved by `hgraph/check_plan.py`, which knows no solver)
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
-__all__ = ["Candidate", "ReplicaPlan", "StepPlan"]
+__all__ = ["Candidate", "ReplicaPlan", "SequencedPlan", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,29 @@ class StepPlan:
     candidates: tuple[Candidate, ...] = ()
     plan_ms: float = 0.0
 
+    @property
+    def parts(self) -> tuple[StepPlan, ...]:
+        """The plans that run one after another: this one alone."""
+        return (self,)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The indices of all sequences, in order of replica and micro-batch."""
+        return tuple(index for replica in self.replicas for own in replica.micro_batches for index in own)
+
+    def renumbered(self, numbers: Sequence[int]) -> StepPlan:
+        """Returns the same plan with `numbers[i]` for every index i."""
+        return replace(
+            self,
+            replicas=tuple(
+                replace(
+                    replica,
+                    micro_batches=tuple(tuple(numbers[index] for index in own) for own in replica.micro_batches),
+                )
+                for replica in self.replicas
+            ),
+        )
+
     def to_json(self) -> str:
         """Returns one line of JSON."""
         return json.dumps(asdict(self))
@@ -65,3 +89,50 @@ class StepPlan:
         )
         data["candidates"] = tuple(Candidate(**candidate) for candidate in data["candidates"])
         return StepPlan(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencedPlan:
+    """Several strategies one after another in one step, each with sequences of its own (`check_sequenced_plan`).
+
+    What several plans have in common is named as in `StepPlan`; times are sums, without the switches between parts.
+    """
+
+    parts: tuple[StepPlan, ...]
+
+    @property
+    def step(self) -> int:
+        return self.parts[0].step
+
+    @property
+    def strategy(self) -> str:
+        return ", then ".join(part.strategy for part in self.parts)
+
+    @property
+    def replicas(self) -> tuple[ReplicaPlan, ...]:
+        """Those of every part, in turn."""
+        return tuple(replica for part in self.parts for replica in part.replicas)
+
+    @property
+    def predicted_ms(self) -> float:
+        return sum(part.predicted_ms for part in self.parts)
+
+    @property
+    def plan_ms(self) -> float:
+        return sum(part.plan_ms for part in self.parts)
+
+    @property
+    def bound_ms(self) -> float:
+        return sum(part.bound_ms for part in self.parts)
+
+    @property
+    def gap(self) -> float:
+        return self.predicted_ms / self.bound_ms - 1.0 if self.bound_ms > 0 else 0.0
+
+    @property
+    def solver(self) -> str:
+        return ", then ".join(part.solver for part in self.parts)
+
+    def to_json(self) -> str:
+        """Returns one line of JSON: the plans of the parts under `parts`."""
+        return json.dumps({"parts": [asdict(part) for part in self.parts]})

@@ -2,7 +2,7 @@
 
 Every pair of valid annotations of one shape has a plan. What ranks need is cut to the finest common slices
 (`hgraph/reshard_needs.py`); collectives are recognised from the boxes (`hgraph/reshard_collectives.py`); everything
-else is batched moves.
+else is batched moves, with relays where a topology says which links are slow (`hgraph/routes.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hgraph.annotation import Annotation
+from hgraph.bundles import Bundle
 from hgraph.errors import InvalidInput
 from hgraph.placements import Shard, balanced_sizes
-from hgraph.reshard_collectives import Spread, recognise_copies, recognise_reductions
+from hgraph.reshard_collectives import recognise_copies
 from hgraph.reshard_moves import MoveList
 from hgraph.reshard_needs import Family, Need, families_by_cell, find_needs, is_in_place
 from hgraph.reshard_plan import Collective, Combine, Move, Operation, ReshardPlan
-from hgraph.shard_map import ShardMap, box_numel, intersect, shard_map
+from hgraph.reshard_reductions import Spread, recognise_reductions
+from hgraph.route_moves import route_moves
+from hgraph.routes import check_ranks, find_routes
+from hgraph.shard_map import box_numel, intersect, shard_map
+from hgraph.topology import Topology
 
 __all__ = ["lower_bound_elements", "plan_reshard", "reshard_bytes"]
 
@@ -28,6 +33,7 @@ def plan_reshard(
     shape: Sequence[int],
     *,
     collectives: bool = True,
+    topology: Topology | None = None,
     free_dims: Sequence[int] = (),
 ) -> ReshardPlan:
     """Returns the plan that turns `source` into `target` for a tensor of global shape `shape`.
@@ -37,27 +43,38 @@ def plan_reshard(
     from there in a second phase. `free_dims` are dims whose length is symbolic for the caller: no annotation may cut
     them, and the plan holds for every length of them (`ReshardPlan.at`).
 
+    With a `topology`, what no collective does is routed (`find_routes`): a value crosses the network once into each
+    node and is shared there, terms are summed inside a node before they cross. Routes depend on how sizes compare, so
+    those of one length of the free dims are right for every other.
+
     - The target buffer starts neutral: 0 or -inf, by the target's reduction, or the source's where the target is plain.
     - Operations that combine into the same elements take effect in the order in which they are listed, which is
-      ascending in the rank that sends them (where several ranks hold one term, in the lowest of them), so results are
-      deterministic, and the same on every receiver of one family.
+      ascending in the rank that sends them (where several ranks hold one term, in the lowest of them; with a topology,
+      from near to far), so results are deterministic, and the same on every receiver of one family.
     - Where source and target reduce differently, the first of these is a "copy", which replaces the neutral element.
-    - Senders: own copy first, then the sender with the least to send so far, then the lowest rank.
+    - Senders: own copy first, with a topology the nearer link, then the sender with the least to send so far, then the
+      lowest rank.
     - A partial target gets each source term in one of its terms; the other terms stay neutral.
 
-    Raises `InvalidInput` where an annotation does not fit the shape or cuts a free dim.
+    Raises `InvalidInput` where an annotation does not fit the shape, cuts a free dim or names a rank that the topology
+    has not.
     """
     lengths = tuple(int(length) for length in shape)
     free = tuple(sorted(set(free_dims)))
     _check_free_dims(source, target, lengths, free)
+    if topology is not None:
+        check_ranks("plan_reshard", (*source.ranks, *target.ranks), topology)
     planned = tuple(max(length, 1) if dim in free else length for dim, length in enumerate(lengths))
     source_map, target_map = shard_map(source, planned), shard_map(target, planned)
     needs = find_needs(source_map, target_map)
     if is_in_place(source_map, target_map, needs):
         return ReshardPlan(source, target, lengths, (), free)
     first_combines = not target.is_partial or source.reduce == target.reduce
-    draft = _Draft(source.reduce, first_combines)
-    phases = draft.with_collectives(needs) if collectives else draft.moves_only(needs)
+    draft = _Draft(source.reduce, first_combines, free)
+    if topology is not None:
+        phases = draft.routed(needs, topology, collectives)
+    else:
+        phases = draft.with_collectives(needs) if collectives else draft.moves_only(needs)
     return ReshardPlan(source, target, planned, phases, free).at(lengths)
 
 
@@ -77,9 +94,10 @@ def _check_free_dims(source: Annotation, target: Annotation, shape: Sequence[int
 class _Draft:
     """Turns needs into phases. `first_combines`: whether the first term may be combined into the neutral element."""
 
-    def __init__(self, reduce: str | None, first_combines: bool) -> None:
+    def __init__(self, reduce: str | None, first_combines: bool, free_dims: Sequence[int]) -> None:
         self._reduce: Combine = "max" if reduce == "max" else "sum"
         self._first_combines = first_combines
+        self._free_dims = free_dims
         self._moves = MoveList()
 
     def moves_only(self, needs: Sequence[Need]) -> tuple[tuple[Operation, ...], ...]:
@@ -91,20 +109,45 @@ class _Draft:
 
     def with_collectives(self, needs: Sequence[Need]) -> tuple[tuple[Operation, ...], ...]:
         """Returns a phase of collectives and moves and, where needed, a second one of moves from the target."""
-        gathered, copies = recognise_copies([need for need in needs if need.is_copy])
-        reduced, reductions, spreads = recognise_reductions([need for need in needs if not need.is_copy], self._reduce)
+        recognised, copies, reductions, spreads = self._recognise(needs)
         for need in copies:
             for receiver in need.receivers:
                 self._receive(need, receiver)
         for need in reductions:
             spreads.extend(self._reduce_at_one(need))
-        phases: list[tuple[Operation, ...]] = [(*gathered, *reduced, *self._moves.take())]
+        phases: list[tuple[Operation, ...]] = [(*recognised, *self._moves.take())]
         for spread in spreads:
             for receiver in spread.receivers:
                 self._moves.add(spread.holders, receiver, spread.boxes, origin="target")
         if second := self._moves.take():
             phases.append(second)
         return tuple(phases)
+
+    def _recognise(
+        self, needs: Sequence[Need], node_of: Sequence[int] | None = None
+    ) -> tuple[list[Collective], list[Need], list[Need], list[Spread]]:
+        """Returns collectives, the copies and reductions that they leave, and what some receivers have after them."""
+        gathered, copies = recognise_copies([need for need in needs if need.is_copy], self._free_dims)
+        sums = [need for need in needs if not need.is_copy]
+        reduced, reductions, spreads = recognise_reductions(sums, self._reduce, self._free_dims, node_of)
+        return [*gathered, *reduced], copies, reductions, spreads
+
+    def routed(self, needs: Sequence[Need], topology: Topology, collectives: bool) -> tuple[tuple[Operation, ...], ...]:
+        """Returns a phase of collectives and moves, and phases of moves by level of their routes."""
+        recognised: list[Collective] = []
+        left, spreads = list(needs), list[Spread]()
+        if collectives:
+            recognised, copies, reductions, spreads = self._recognise(needs, topology.node_of)
+            left = [*copies, *reductions]
+        bundles = [Bundle(need.terms, need.receivers, need.numel, need.direct) for need in left]
+        for spread in spreads:
+            need = Need((spread.holders,), spread.receivers, spread.boxes)
+            left.append(need)
+            bundles.append(Bundle(need.terms, need.receivers, need.numel, in_target=True))
+        routes = find_routes(bundles, topology)
+        first, *others = route_moves(left, range(len(left)), bundles, routes, self._reduce)
+        phases: list[tuple[Operation, ...]] = [(*recognised, *first), *others]
+        return tuple(phase for phase in phases if phase) or ((),)
 
     def _receive(self, need: Need, receiver: int) -> None:
         for position, holders in enumerate(need.terms):

@@ -21,19 +21,25 @@ Family: TypeAlias = tuple[tuple[int, ...], ...]
 """The ranks that hold each term of one family inside a cell; terms in ascending order of their lowest rank in the map,
 ranks ascending. A family of one term is the plain value."""
 
-_Question: TypeAlias = tuple[Family, tuple[int, ...]]
+_Question: TypeAlias = tuple[Family, tuple[int, ...], bool]
+"""Terms, receivers, and whether the need is direct."""
+
+_Want: TypeAlias = tuple[Family, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """`receivers` (ascending) need the combination of `terms`, each held by the ranks named, everywhere in `boxes`.
 
-    A plain copy has one term. `boxes` are disjoint, not empty and sorted.
+    A plain copy has one term. `boxes` are disjoint, not empty and sorted. `direct`: no rank may sum some of the terms
+    for others, since ranks that hold these terms may sum them with others for another need of the same elements, and
+    scratch has room for one sum.
     """
 
     terms: Family
     receivers: tuple[int, ...]
     boxes: tuple[Box, ...]
+    direct: bool = False
 
     @property
     def is_copy(self) -> bool:
@@ -105,8 +111,7 @@ class _Side:
     def places(self, cuts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns, per dim and interval of the finer `cuts`, the interval of this side that it lies in."""
         return [
-            [bisect_right(own, start) - 1 for start in finer[:-1]]
-            for own, finer in zip(self.cuts, cuts, strict=True)
+            [bisect_right(own, start) - 1 for start in finer[:-1]] for own, finer in zip(self.cuts, cuts, strict=True)
         ]
 
     def families(self, cell: tuple[int, ...]) -> tuple[Family, ...]:
@@ -141,7 +146,8 @@ def find_needs(source: ShardMap, target: ShardMap) -> tuple[Need, ...]:
 
     A plain target needs the whole value; a receiver takes it from a plain copy where there is one, else from the family
     of which it holds a term itself. For a partial target, each target family gets every term of one source family once,
-    where that costs the fewest messages; where the two reductions differ, all go into one target term.
+    where that costs the fewest messages; where the two reductions differ, all go into one target term. Who needs the
+    same terms of the same elements needs them together, so that they are summed once.
     """
     together = source.reduce is not None and target.reduce is not None and source.reduce != target.reduce
     boxes: dict[_Question, list[Box]] = {}
@@ -151,23 +157,30 @@ def find_needs(source: ShardMap, target: ShardMap) -> tuple[Need, ...]:
             known[sources, targets] = _questions(sources, targets, together)
         for question in known[sources, targets]:
             boxes.setdefault(question, []).append(box)
-    needs = [Need(terms, receivers, merge_boxes(parts)) for (terms, receivers), parts in boxes.items()]
+    needs = [Need(terms, receivers, merge_boxes(parts), direct) for (terms, receivers, direct), parts in boxes.items()]
     return tuple(sorted(needs, key=lambda need: (-need.numel, need.boxes, need.receivers, need.terms)))
 
 
 def _questions(sources: Sequence[Family], targets: Sequence[Family], together: bool) -> list[_Question]:
-    result: list[_Question] = []
+    receivers: dict[Family, list[int]] = {}
     for target in targets:
-        if len(target) == 1:
-            result.extend(_plain_questions(sources, target[0]))
-        else:
-            result.extend(_partial_questions(sources, target, together))
+        plain = len(target) == 1
+        found = _plain_wants(sources, target[0]) if plain else _partial_wants(sources, target, together)
+        for terms, ranks in found:
+            receivers.setdefault(terms, []).extend(ranks)
+    summed: set[tuple[int, ...]] = set()
+    result = []
+    for terms, ranks in receivers.items():
+        direct = len(terms) > 1 and not summed.isdisjoint(terms)
+        if len(terms) > 1:
+            summed.update(terms)
+        result.append((terms, tuple(sorted(ranks)), direct))
     return result
 
 
-def _plain_questions(sources: Sequence[Family], receivers: Sequence[int]) -> list[_Question]:
+def _plain_wants(sources: Sequence[Family], receivers: Sequence[int]) -> list[_Want]:
     if len(sources) == 1:
-        return [(sources[0], tuple(sorted(receivers)))]
+        return [(sources[0], receivers)]
     chosen: dict[Family, list[int]] = {}
 
     def preference(family: Family, rank: int) -> tuple[bool, bool, bool, int, Family]:
@@ -178,10 +191,10 @@ def _plain_questions(sources: Sequence[Family], receivers: Sequence[int]) -> lis
     for rank in sorted(receivers, key=lambda rank: (rank not in holders, rank)):
         family = min(sources, key=lambda family: preference(family, rank))
         chosen.setdefault(family, []).append(rank)
-    return [(family, tuple(sorted(ranks))) for family, ranks in chosen.items()]
+    return list(chosen.items())
 
 
-def _partial_questions(sources: Sequence[Family], target: Family, together: bool) -> list[_Question]:
+def _partial_wants(sources: Sequence[Family], target: Family, together: bool) -> list[_Want]:
     best = min(sources, key=lambda family: (_assignment(family, target, together)[0], len(family), family))
     assigned: dict[int, list[tuple[int, ...]]] = {}
     for term, index in zip(best, _assignment(best, target, together)[1], strict=True):

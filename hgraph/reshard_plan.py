@@ -8,7 +8,8 @@ sums terms on their way to others; it writes the target buffer or (`destination`
 
 Invariants
 ----------
-- All boxes are in global coordinates, lie inside `shape` and are not empty.
+- All boxes are in global coordinates, lie inside `shape` and are not empty; but a rank that gives nothing to an
+  all-to-all, or gets nothing from one or from a reduce-scatter, has the `empty_box`.
 - A dim in `free_dims` is whole in every box of the plan, so the plan holds for every length of it (`ReshardPlan.at`).
 - An operation of a phase never reads what the same phase writes.
 - Scratch starts empty: the first write of an element is a "copy", later ones combine.
@@ -18,12 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hgraph.annotation import Annotation
 from hgraph.shard_map import Box
 
-__all__ = ["Collective", "Combine", "Destination", "Move", "Operation", "Origin", "ReshardPlan"]
+if TYPE_CHECKING:
+    from hgraph.topology import Topology
+    from hgraph.traffic import ReshardCost
+
+__all__ = ["Collective", "Combine", "Destination", "Move", "Operation", "Origin", "ReshardPlan", "empty_box"]
 
 Combine: TypeAlias = Literal["copy", "sum", "max"]
 Origin: TypeAlias = Literal["source", "target", "scratch"]
@@ -47,9 +52,10 @@ class Collective:
     """One collective over `ranks`, in that order; `contributed[i]` and `received[i]` belong to `ranks[i]`.
 
     - `all_reduce`: all contribute and receive the same box.
-    - `reduce_scatter`: all contribute the union, rank i receives its box, reduced.
-    - `all_gather`: rank i contributes its box, all receive the union, concatenated along `dim`.
-    - `all_to_all`: rank i contributes its box and receives its box; each pair exchanges the intersection.
+    - `reduce_scatter`: all contribute the union, rank i receives its box, reduced; the boxes make up the union.
+    - `all_gather`: rank i contributes its box, all receive the union, which the boxes make up.
+    - `all_to_all`: rank i contributes its box and receives its box; each pair exchanges the intersection. What is
+      contributed is disjoint and all of it received, by one rank or several.
     """
 
     kind: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -61,6 +67,11 @@ class Collective:
 
 
 Operation: TypeAlias = Move | Collective
+
+
+def empty_box(like: Box, free_dims: Sequence[int]) -> Box:
+    """Returns the box of who takes no part in an exchange of boxes such as `like`: empty in every dim not free."""
+    return tuple(interval if dim in free_dims else (0, 0) for dim, interval in enumerate(like))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,12 @@ class ReshardPlan:
     def is_nothing(self) -> bool:
         """Whether every rank's target buffer is its source buffer."""
         return not self.phases
+
+    def cost(self, topology: Topology, element_bytes: int) -> ReshardCost:
+        """Returns bytes by link class, the least that must move, and predicted ms (`hgraph/traffic.py`)."""
+        from hgraph.traffic import reshard_cost
+
+        return reshard_cost(self, topology, element_bytes)
 
     def at(self, shape: Sequence[int]) -> ReshardPlan:
         """Returns the same plan for other lengths of the free dims."""

@@ -90,8 +90,8 @@ def shard_map(annotation: Annotation, shape: Sequence[int]) -> ShardMap:
     hetero_boxes = _split_box(whole, annotation.hetero, annotation.hsize, annotation)
     pieces: list[Piece] = []
     for index, (subgroup, box) in enumerate(zip(annotation.subgroups, hetero_boxes, strict=True)):
-        for rank in subgroup.ranks:
-            pieces.append(Piece(rank, _rank_box(subgroup, rank, box), *_family_term(annotation, index, rank)))
+        for rank, rank_box in zip(subgroup.ranks, _rank_boxes(subgroup, box), strict=True):
+            pieces.append(Piece(rank, rank_box, *_family_term(annotation, index, rank)))
     return ShardMap(shape, tuple(sorted(pieces, key=lambda piece: piece.rank)), annotation.reduce)
 
 
@@ -113,10 +113,12 @@ def _family_term(annotation: Annotation, index: int, rank: int) -> tuple[int, in
     return family, min(same) + 1
 
 
-def _rank_box(subgroup: Subgroup, rank: int, box: Box) -> Box:
-    for position, size, placement in zip(subgroup.coordinates(rank), subgroup.mesh, subgroup.placements, strict=True):
-        box = _split_box(box, placement, size, subgroup)[position]
-    return box
+def _rank_boxes(subgroup: Subgroup, box: Box) -> list[Box]:
+    """Returns the box of each rank, in the order of the ranks: every box is cut once per axis, not once per rank."""
+    boxes = [box]
+    for size, placement in zip(subgroup.mesh, subgroup.placements, strict=True):
+        boxes = [part for whole in boxes for part in _split_box(whole, placement, size, subgroup)]
+    return boxes
 
 
 def _split_box(box: Box, placement: object, parts: int, where: object) -> list[Box]:

@@ -1,8 +1,8 @@
 """Topology: the nodes of a cluster, their ranks, and the links between them.
 
 Each rank has a port to the other ranks of its node (`local`) and one to the other nodes (`network`). A network port may
-be shared by neighbouring ranks (two GPUs on one adapter). Both directions of a link work at once, each at the stated
-bandwidth.
+be shared by neighbouring ranks (two GPUs on one adapter): `network` describes the port, and those ranks share its
+bandwidth. Both directions of a link work at once, each at the stated bandwidth.
 
 Invariants
 ----------
@@ -66,10 +66,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The nodes of a cluster."""
+    """The nodes of a cluster; `source` says where the figures are from."""
 
     name: str
     nodes: tuple[Node, ...]
+    source: str = ""
     _node_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,9 +132,7 @@ class Topology:
 
 def _connect(graph: networkx.DiGraph, first: object, second: object, link: Link, link_class: LinkClass) -> None:
     for ends in ((first, second), (second, first)):
-        graph.add_edge(
-            *ends, bandwidth_gb_s=link.bandwidth_gb_s, latency_us=link.latency_us, link_class=link_class
-        )
+        graph.add_edge(*ends, bandwidth_gb_s=link.bandwidth_gb_s, latency_us=link.latency_us, link_class=link_class)
 
 
 def uniform(

@@ -1,234 +1,325 @@
-"""Bridges: many tensors from one layout to another in one exchange, one message per pair of ranks.
+"""Bridges: many tensors from one layout to another by one plan, bucket by bucket.
 
 Used for parameters (optimizer layout to the compute layout of a strategy, cast on the way out) and for gradients (terms
-of all replicas to their owner in the optimizer layout, one hop). Slices, sizes and the order of writes are worked out
-once; a run packs each message in one batch of copies and unpacks all of them in a few.
+of all replicas to their owner in the optimizer layout, one hop; summed inside a node first where the plan says so).
+Slices, sizes and the order of writes are worked out once (`runtime/bridge_steps.py`); a run packs each message in one
+batch of copies and unpacks all messages of a level in a few.
 
 Invariants
 ----------
-- Every rank builds the bridge from the same plans in the same order, so a message needs no header.
-- Terms are combined in the order of the plan, whatever arrives first: writes that meet are in different layers.
+- Every rank builds the bridge from the same plan, so a message needs no header. Within a level of a bucket there is one
+  message per pair of ranks.
+- Levels begin in the order (bucket, level) on every rank, so messages of one pair are sent in the order in which they
+  are received, and ranks cannot wait for each other in a circle.
+- At most two buckets are in flight: while one travels, the next is packed and sent; it takes the buffer of the one
+  before. So messages and sums take at most `peak_extra_bytes` at any time.
+- Terms are combined in the order of the plan, whatever arrives first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
-from hgraph.errors import InvalidInput, PlanError
-from hgraph.reshard_plan import Combine, Move, ReshardPlan
-from hgraph.shard_map import Box, box_numel, intersect
-from runtime.requests import Exchange, RankGenerator, Receive, Send
+from hgraph.bridge_plan import BridgePlan
+from hgraph.errors import InvalidInput
+from hgraph.reshard_plan import Combine
+from runtime.bridge_steps import LocalBucket, Part, Step, prepare_buckets
+from runtime.buffer_pool import BufferPool
+from runtime.requests import Await, Exchange, Post, Posted, RankGenerator, Receive, Send, Signal, Wait
 from runtime.reshard import neutral_value
-from runtime.reshard_steps import LocalPhase, PreparedReshard, Region, Write, prepare
 
-__all__ = ["Bridge"]
+__all__ = ["Bridge", "Sources", "arrived", "ended", "landed", "posted"]
 
+Sources = Mapping[str, Tensor | None]
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A region of one named tensor, and where it lies in the message of its pair."""
-
-    name: str
-    region: Region
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """All parts that travel between this rank and `peer` in one direction."""
-
-    peer: int
-    parts: tuple[_Part, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedWrite:
-    """A write into a named target; from a message, `index` counts through the whole message of the pair."""
-
-    name: str
-    write: Write
-    index: int
+_FIRST_TAG = 1
+"""Messages between stages have tag 0."""
 
 
 class Bridge:
-    """The part of one rank in resharding all of `plans`, whose phases are moves from the source.
+    """The part of one rank in a bridge plan.
 
-    Attributes: `names`; `num_messages`, how many this rank sends; `total_bytes`, what crosses between all ranks.
+    `dtype` is that of messages, sums and results: float32 or float64 where terms are summed. `pool` lends the buffers
+    (by default one of its own); `lane` (0 or 1) keeps the messages of two bridges apart that run at one time.
 
-    Raises `PlanError` for a plan with collectives, with several phases or with free dims.
+    Attributes: `names` of all tensors; `num_messages`, how many this rank sends; `total_bytes`, what crosses between
+    all ranks; `peak_extra_bytes`, the most that messages and sums of this rank take at one time.
     """
 
     def __init__(
-        self, plans: Mapping[str, ReshardPlan], rank: int, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        plan: BridgePlan,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        pool: BufferPool | None = None,
+        lane: int = 0,
     ) -> None:
-        for name, plan in plans.items():
-            _check_plan(name, plan)
-        self.rank, self.dtype, self.device = rank, dtype, device
-        self.names = tuple(plans)
-        self._prepared = {name: prepare(plan, rank) for name, plan in plans.items()}
-        self._elements_sent = _elements_sent(plans.values())
-        phases = {name: item.phases[0] for name, item in self._prepared.items() if item.phases}
-        self._sends = _messages(
-            (name, peer, [r for _, r in parts]) for name, p in phases.items() for peer, parts in p.sends
-        )
-        self._receives = _messages((name, peer, parts) for name, p in phases.items() for peer, parts in p.receives)
-        self._layers = _layers(phases)
-        self.num_messages = len(self._sends)
+        self.plan, self.rank, self.dtype, self.device, self.lane = plan, rank, dtype, device, lane
+        self.pool = pool or BufferPool(device)
+        self.names = tuple(tensor.reshard.name for tensor in plan.tensors)
+        self.local, self.buckets = prepare_buckets(plan, rank)
+        self.slots = _slots(self.buckets)
+        self._elements_sent = _elements_sent(plan)
+        self.num_messages = sum(len(step.sends) for bucket in self.buckets for step in bucket.steps)
 
-    def holds_source(self, name: str) -> bool:
-        """Returns whether this rank holds part of tensor `name` under its source layout."""
-        return self._prepared[name].source is not None
-
-    def bytes_sent(self, rank: int) -> int:
-        """Returns what `rank`, which need not be this one, sends to others in one run."""
-        return self._elements_sent[rank] * self.dtype.itemsize
+    @property
+    def num_buckets(self) -> int:
+        return len(self.buckets)
 
     @property
     def total_bytes(self) -> int:
-        return self._elements_sent.total() * self.dtype.itemsize
+        return int(self._elements_sent.sum()) * self.dtype.itemsize
 
-    @torch.no_grad()
-    def _pack(self, message: _Message, tensors: Mapping[str, Tensor]) -> Tensor:
-        buffer = torch.empty(message.num_elements, dtype=self.dtype, device=self.device)
-        pieces = [
-            piece.view(part.region.shape)
-            for piece, part in zip(buffer.split(message.sizes), message.parts, strict=True)
-        ]
-        torch._foreach_copy_(pieces, [tensors[part.name][part.region.slices] for part in message.parts])
-        return buffer
+    @property
+    def peak_extra_bytes(self) -> int:
+        """The sizes of both buffers: of the largest bucket and, where there are several, the largest that meets it."""
+        return sum(self.slots) * self.dtype.itemsize
 
-    def run(self, tensors: Mapping[str, Tensor | None], label: str) -> RankGenerator[dict[str, Tensor]]:
+    def holds_source(self, name: str) -> bool:
+        """Returns whether this rank holds part of tensor `name` under its source layout."""
+        return self.local[self.plan.positions[name]].source is not None
+
+    def bytes_sent(self, rank: int) -> int:
+        """Returns what `rank`, which need not be this one, sends to others in one run."""
+        return int(self._elements_sent[rank]) * self.dtype.itemsize if rank < len(self._elements_sent) else 0
+
+    def run(
+        self,
+        tensors: Sources | Callable[[], Sources],
+        label: str,
+        *,
+        results: dict[str, Tensor] | None = None,
+        ready: str | None = None,
+    ) -> RankGenerator[dict[str, Tensor]]:
         """Returns, by name, what this rank holds under the targets, in the bridge's dtype.
 
         `tensors` holds what it has under the sources, in any dtype; names of which it holds nothing may be missing or
-        None. A tensor that need not move is returned itself where it has the dtype already.
+        None. A tensor that need not move is returned itself where it has the dtype already. The sources must stay as
+        they are until the end.
+
+        As a task: `tensors` may be a function, called when they are needed first and, where `ready` is given, after
+        that event. `results` is filled as tensors arrive; once all are there that this rank holds, the event
+        `arrived(label)` is signalled, and at the end `ended(label)`. `sent(label, k)` and `received(label, k)` say that
+        bucket k has left and has come.
         """
-        sources = self._checked(tensors)
-        results = {name: self._new_target(name, sources) for name, item in self._prepared.items() if item.target}
-        received = []
-        if self._sends or self._receives:
-            sends = [Send(message.peer, self._pack(message, sources)) for message in self._sends]
-            receives = [Receive(message.peer, (message.num_elements,), self.dtype) for message in self._receives]
-            received = yield Exchange(sends, receives, label)
-        self._write(results, sources, received)
-        return results
+        run = _Run(self, tensors, label, {} if results is None else results, ready)
+        yield from run.all_buckets()
+        return run.results
+
+
+def arrived(label: str) -> str:
+    """Returns the event that everything is there that a rank gets from a bridge."""
+    return f"{label}: all arrived"
+
+
+def ended(label: str) -> str:
+    """Returns the event that a bridge needs its sources and its buffers no more."""
+    return f"{label}: ended"
+
+
+def posted(label: str, bucket: int) -> str:
+    """Returns the event that a rank has posted its first messages of a bucket."""
+    return f"{label}: bucket {bucket} posted"
+
+
+def landed(label: str, bucket: int) -> str:
+    """Returns the event that all messages of a bucket from and to a rank have come."""
+    return f"{label}: bucket {bucket} landed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One level of a bucket on its way: its buffer, and the sums in it."""
+
+    bucket: LocalBucket
+    step: Step
+    posted: Posted
+    buffer: Tensor
+    sums: Sequence[Tensor]
+
+    @property
+    def is_last(self) -> bool:
+        return self.step is self.bucket.steps[-1]
+
+
+class _Run:
+    """The buffers of one rank during one run; `sources` and `results` by the tensor's position in the plan."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        tensors: Sources | Callable[[], Sources],
+        label: str,
+        results: dict[str, Tensor],
+        ready: str | None,
+    ) -> None:
+        self.bridge, self.label, self.results, self.ready = bridge, label, results, ready
+        self.tensors = tensors
+        self.targets: dict[int, Tensor] = {}
+        self._sources: dict[int, Tensor] | None = None
+        self._missing: set[int] = set()
+
+    def all_buckets(self) -> RankGenerator[None]:
+        bridge = self.bridge
+        if not callable(self.tensors):
+            self._sources = self._checked(self.tensors)
+        self._missing = {bucket.number for bucket in bridge.buckets if bucket.targets}
+        if not self._missing:
+            yield Signal(arrived(self.label))
+        buffers = [bridge.pool.take(size, bridge.dtype) for size in bridge.slots]
+        try:
+            flight: _Flight | None = None
+            for bucket in bridge.buckets:
+                if bucket.sources and self._sources is None:
+                    yield from self._await_sources()
+                self._new_targets(bucket)
+                if bucket.steps:
+                    flight = yield from self._send(bucket, buffers[0], flight)
+                    buffers.reverse()
+                else:
+                    self._copy_here(bucket, ())
+                    yield from self._complete(bucket)
+            yield from self._land(flight)
+        finally:
+            for buffer in buffers:
+                bridge.pool.give_back(buffer)
+        yield Signal(ended(self.label))
+
+    def _await_sources(self) -> RankGenerator[None]:
+        if self.ready is not None:
+            yield Await(self.ready)
+        assert callable(self.tensors)
+        self._sources = self._checked(self.tensors())
+
+    def _send(self, bucket: LocalBucket, buffer: Tensor, previous: _Flight | None) -> RankGenerator[_Flight]:
+        """Sends a bucket level by level, each once the one before has landed; the last is left on its way.
+
+        `previous`, the bucket before, lands once the first level has been sent.
+        """
+        sums = [buffer[start : start + math.prod(shape)].view(shape) for start, shape in bucket.sums]
+        flight: _Flight | None = None
+        for step in bucket.steps:
+            yield from self._land(flight)
+            early = flight is None and step.reads_source
+            if flight is None and not early:
+                self._copy_here(bucket, sums)
+            exchange = self._exchange(step, buffer, sums, f"{self.label}, bucket {bucket.number}.{step.level}")
+            handle = yield Post(exchange)
+            if early:
+                self._copy_here(bucket, sums)
+            if flight is None:
+                yield Signal(posted(self.label, bucket.number))
+                yield from self._land(previous)
+            flight = _Flight(bucket, step, handle, buffer, sums)
+        assert flight is not None
+        return flight
 
     @torch.no_grad()
-    def _write(self, results: Mapping[str, Tensor], sources: Mapping[str, Tensor], received: Sequence[Tensor]) -> None:
-        parts = {
-            message.peer: buffer.split(message.sizes) for message, buffer in zip(self._receives, received, strict=True)
-        }
-        for combine, writes in self._layers:
-            targets = [results[item.name][item.write.target.slices] for item in writes]
-            values = [
-                sources[item.name][_local(item.write).slices].to(self.dtype)
-                if item.write.peer is None
-                else parts[item.write.peer][item.index].view(item.write.target.shape)
-                for item in writes
+    def _exchange(self, step: Step, buffer: Tensor, sums: Sequence[Tensor], label: str) -> Exchange:
+        bridge, tag = self.bridge, _FIRST_TAG + self.bridge.lane
+        sends = []
+        for message in step.sends:
+            flat = buffer[message.start : message.start + message.num_elements]
+            pieces = [
+                piece.view(part.shape) for piece, part in zip(flat.split(message.sizes), message.parts, strict=True)
             ]
+            torch._foreach_copy_(pieces, [self._read(part, sums) for part in message.parts])
+            sends.append(Send(message.peer, flat, tag))
+        receives = [
+            Receive(
+                message.peer,
+                (message.num_elements,),
+                bridge.dtype,
+                tag,
+                buffer[message.start : message.start + message.num_elements],
+            )
+            for message in step.receives
+        ]
+        return Exchange(sends, receives, label)
+
+    def _land(self, flight: _Flight | None) -> RankGenerator[None]:
+        """Waits for a level and writes what it brought."""
+        if flight is None:
+            return
+        received = yield Wait(flight.posted)
+        self._write(flight, received)
+        if flight.is_last:
+            yield Signal(landed(self.label, flight.bucket.number))
+            yield from self._complete(flight.bucket)
+
+    @torch.no_grad()
+    def _write(self, flight: _Flight, received: Sequence[Tensor]) -> None:
+        pieces = [buffer.split(message.sizes) for message, buffer in zip(flight.step.receives, received, strict=True)]
+        for combine, writes in flight.step.layers:
+            targets = [self._read(write.target, flight.sums) for write in writes]
+            values = [pieces[write.message][write.part].view(write.target.shape) for write in writes]
             _combine_all(targets, values, combine)
 
-    def _new_target(self, name: str, sources: Mapping[str, Tensor]) -> Tensor:
-        prepared = self._prepared[name]
-        if prepared.plan.is_nothing:
-            return sources[name].to(self.dtype)
-        assert prepared.target is not None
-        if prepared.is_covered:
-            return torch.empty(prepared.target.shape, dtype=self.dtype, device=self.device)
-        value = neutral_value(prepared.plan.target.reduce or prepared.plan.source.reduce, self.dtype)
-        return torch.full(prepared.target.shape, value, dtype=self.dtype, device=self.device)
+    def _complete(self, bucket: LocalBucket) -> RankGenerator[None]:
+        if bucket.number in self._missing:
+            self._missing.remove(bucket.number)
+            if not self._missing:
+                yield Signal(arrived(self.label))
 
-    def _checked(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def _copy_here(self, bucket: LocalBucket, sums: Sequence[Tensor]) -> None:
+        if bucket.copies:
+            targets = [self._read(target, sums) for target, _ in bucket.copies]
+            torch._foreach_copy_(targets, [self._read(source, sums) for _, source in bucket.copies])
+
+    def _read(self, part: Part, sums: Sequence[Tensor]) -> Tensor:
+        if part.origin == "scratch":
+            return sums[part.sum]
+        held = self._sources if part.origin == "source" else self.targets
+        assert held is not None
+        return held[part.tensor][part.slices]
+
+    def _new_targets(self, bucket: LocalBucket) -> None:
+        for position in bucket.targets:
+            self.targets[position] = self._new_target(position)
+            self.results[self.bridge.names[position]] = self.targets[position]
+
+    def _new_target(self, position: int) -> Tensor:
+        local, dtype, device = self.bridge.local[position], self.bridge.dtype, self.bridge.device
+        if local.is_in_place:
+            assert self._sources is not None
+            return self._sources[position].to(dtype)
+        assert local.target is not None
+        if local.is_covered:
+            return torch.empty(local.target, dtype=dtype, device=device)
+        return torch.full(local.target, neutral_value(local.reduce, dtype), dtype=dtype, device=device)
+
+    def _checked(self, tensors: Sources) -> dict[int, Tensor]:
         """Returns the sources that this rank holds, each of the right shape."""
-        unknown = [name for name in tensors if name not in self._prepared]
+        bridge = self.bridge
+        unknown = [name for name in tensors if name not in bridge.plan.positions]
         if unknown:
-            raise InvalidInput(f"bridge: expected tensors of its plans, got {', '.join(unknown)}")
+            raise InvalidInput(f"bridge: expected tensors of its plan, got {', '.join(unknown)}")
         sources = {}
-        for name, prepared in self._prepared.items():
+        for position, (name, local) in enumerate(zip(bridge.names, bridge.local, strict=True)):
             tensor = tensors.get(name)
-            _check_source(name, prepared, tensor)
+            got = None if tensor is None else tuple(tensor.shape)
+            if local.source != got:
+                reshard = bridge.plan.tensors[position].reshard
+                raise InvalidInput(
+                    f"bridge: {name}: rank {bridge.rank} expected {_shape_text(local.source)}, got {_shape_text(got)}, "
+                    f"of {list(reshard.shape)} as {reshard.source}"
+                )
             if tensor is not None:
-                sources[name] = tensor
+                sources[position] = tensor
         return sources
 
 
-def _check_plan(name: str, plan: ReshardPlan) -> None:
-    if plan.free_dims:
-        raise PlanError(f"bridge: {name}: expected a plan of fixed lengths, got free dims {plan.free_dims}")
-    if len(plan.phases) > 1 or not all(isinstance(operation, Move) for phase in plan.phases for operation in phase):
-        raise PlanError(f"bridge: {name}: expected one phase of moves; plan with collectives=False")
-
-
-def _check_source(name: str, prepared: PreparedReshard, tensor: Tensor | None) -> None:
-    expected = None if prepared.source is None else prepared.source.shape
-    got = None if tensor is None else tuple(tensor.shape)
-    if expected != got:
-        raise InvalidInput(
-            f"bridge: {name}: rank {prepared.rank} expected {'nothing' if expected is None else list(expected)}, "
-            f"got {'nothing' if got is None else list(got)}, of {list(prepared.plan.shape)} as {prepared.plan.source}"
-        )
-
-
-def _elements_sent(plans: Iterable[ReshardPlan]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for plan in plans:
-        for operation in plan.phases[0] if plan.phases else ():
-            if isinstance(operation, Move) and operation.sender != operation.receiver:
-                counts[operation.sender] += box_numel(operation.box)
-    return counts
-
-
-def _messages(parts: Iterable[tuple[str, int, Sequence[Region]]]) -> tuple[_Message, ...]:
-    """Returns one message per peer, in ascending order, its parts in the order given."""
-    by_peer: dict[int, list[_Part]] = {}
-    for name, peer, regions in parts:
-        by_peer.setdefault(peer, []).extend(_Part(name, region) for region in regions)
-    return tuple(
-        _Message(peer, tuple(by_peer[peer]), tuple(_numel(part.region) for part in by_peer[peer]))
-        for peer in sorted(by_peer)
-    )
-
-
-def _numel(region: Region) -> int:
-    return box_numel(_box(region))
-
-
-def _box(region: Region) -> Box:
-    return tuple((selected.start, selected.stop) for selected in region.slices)
-
-
-def _local(write: Write) -> Region:
-    assert write.region is not None
-    return write.region
-
-
-def _layers(phases: Mapping[str, LocalPhase]) -> tuple[tuple[Combine, tuple[_NamedWrite, ...]], ...]:
-    """Returns the writes in layers that run one after another; no two writes of a layer touch one element.
-
-    A write's depth is one more than that of any earlier write it meets, so each element sees its terms in the order of
-    the plan.
-    """
-    layers: dict[tuple[int, Combine], list[_NamedWrite]] = {}
-    in_message: Counter[int] = Counter()
-    for name, phase in phases.items():
-        earlier: list[tuple[Box, int]] = []
-        for write in phase.writes:
-            box = _box(write.target)
-            depth = max((depth + 1 for other, depth in earlier if intersect(box, other) is not None), default=0)
-            earlier.append((box, depth))
-            index = 0 if write.peer is None else in_message[write.peer] + write.index
-            layers.setdefault((depth, write.combine), []).append(_NamedWrite(name, write, index))
-        in_message.update({peer: len(regions) for peer, regions in phase.receives})
-    return tuple((combine, tuple(layers[depth, combine])) for depth, combine in sorted(layers))
+def _shape_text(shape: Sequence[int] | None) -> str:
+    return "nothing" if shape is None else str(list(shape))
 
 
 def _combine_all(targets: list[Tensor], values: list[Tensor], combine: Combine) -> None:
@@ -238,3 +329,15 @@ def _combine_all(targets: list[Tensor], values: list[Tensor], combine: Combine) 
         torch._foreach_add_(targets, values)
     else:
         torch._foreach_maximum_(targets, values)
+
+
+def _slots(buckets: Sequence[LocalBucket]) -> list[int]:
+    """Returns the elements of the buffers that buckets take in turn: one for one bucket, else two."""
+    sizes = [bucket.num_elements for bucket in buckets if bucket.steps]
+    return [max(sizes[turn::2]) for turn in range(min(2, len(sizes)))]
+
+
+def _elements_sent(plan: BridgePlan) -> numpy.ndarray:
+    """Returns, per rank, the elements that it sends in one run."""
+    routes = plan.routes
+    return numpy.bincount(routes.sender, plan.elements()[routes.bundle], minlength=plan.topology.num_ranks)

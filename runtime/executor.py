@@ -25,10 +25,10 @@ from hgraph.strategy import Replica
 from passes.pipelines import CompiledScheme, RankProgram
 from passes.program import Program
 from passes.split_stages import Transfer
-from runtime.requests import RankGenerator
+from runtime.requests import RankGenerator, Signal
 from runtime.reshard import PreparedReshard, prepare, run_reshard
 
-__all__ = ["MicroBatchResult", "RankExecutor"]
+__all__ = ["MicroBatchResult", "RankExecutor", "begins"]
 
 _PROBE = (1013, 7)
 _MOST_SHAPES = 64
@@ -159,11 +159,30 @@ class RankExecutor:
     def run(
         self, parameters: Mapping[str, Tensor], micro_batches: Sequence[Packed], scale: Tensor
     ) -> RankGenerator[MicroBatchResult]:
-        """Runs forward and backward of all micro-batches. `scale` multiplies the loss sum (1 / labelled tokens)."""
+        """Runs forward and backward of all micro-batches. `scale` multiplies the loss sum (1 / labelled tokens).
+
+        Every computation signals that it `begins`.
+        """
         step = _Step(self, parameters, micro_batches, scale)
         for action in self.schedule(len(micro_batches)).stages[self.stage]:
+            if action.is_compute:
+                yield Signal(begins(action))
             yield from step.run(action)
         return step.result()
+
+    def last_backward(self, num_micro_batches: int) -> Action | None:
+        """Returns the backward pass from which on as many are left as there are stages; None without micro-batches.
+
+        No stage finishes its last backward pass much earlier than that.
+        """
+        actions = self.schedule(num_micro_batches).stages[self.stage]
+        backward = [action for action in actions if action.kind == "B"]
+        return backward[-min(self.compiled.scheme.pp, len(backward))] if backward else None
+
+
+def begins(action: Action) -> str:
+    """Returns the event that a computation begins on a rank."""
+    return f"{action} begins"
 
 
 class _Step:

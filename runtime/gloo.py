@@ -2,7 +2,7 @@
 
 The same requests as on the virtual cluster (`runtime/requests.py`), the same log. A tensor that is sent is not copied:
 its owner leaves it unchanged until the end of the generator. Written for gloo. Under NCCL messages have no tags: those
-of one pair of ranks must be received in the order in which they were sent.
+of one pair of ranks must be received in the order in which they were sent; tasks run in the main thread there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,36 @@ from torch import Tensor
 
 from hgraph.errors import HydraulisError, RankFailed
 from runtime.failure_channel import FailureChannel
-from runtime.messages import Message, check_request, complete_alone, describe_request, messages_of, reduce_in_order
+from runtime.messages import (
+    Event,
+    Message,
+    check_request,
+    complete_alone,
+    describe_request,
+    messages_of,
+    reduce_in_order,
+)
 from runtime.pending_sends import PendingSends
 from runtime.process_groups import ProcessGroups
-from runtime.requests import AllGather, AllReduce, Exchange, RankGenerator, Receive, ReduceScatter, Request, Send
+from runtime.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Await,
+    Exchange,
+    Join,
+    Post,
+    Posted,
+    RankGenerator,
+    Receive,
+    ReduceScatter,
+    Request,
+    Send,
+    Signal,
+    Start,
+    Wait,
+)
+from runtime.tasks import Tasks
 
 __all__ = ["ProcessTransport"]
 
@@ -34,44 +60,84 @@ class ProcessTransport:
     """Drives generators on this rank, one after another.
 
     Every wait ends after `timeout_s` (by default the groups' own) in `RankFailed`, which names what was waited for and,
-    with a `channel`, the rank that failed first. Attribute `log`: the messages of the last generator.
+    with a `channel`, the rank that failed first. `overlap`: whether tasks run in threads of their own, by default where
+    the backend is gloo. Attributes: `log`, the messages of the last generator, those of a task where it was joined;
+    `trace`, what was signalled and when (seconds of `time.monotonic`, which processes of one machine share).
     """
 
     def __init__(
-        self, groups: ProcessGroups, timeout_s: float | None = None, channel: FailureChannel | None = None
+        self,
+        groups: ProcessGroups,
+        timeout_s: float | None = None,
+        channel: FailureChannel | None = None,
+        *,
+        overlap: bool | None = None,
     ) -> None:
         self.groups = groups
         self.timeout_s = groups.timeout_s if timeout_s is None else timeout_s
         self.channel = channel
         self.log: list[Message] = []
+        self.trace: list[Event] = []
+        self._overlap = groups.backend == "gloo" if overlap is None else overlap
         self._pending = PendingSends(self.timeout_s)
 
     def drive(self, generator: RankGenerator[Any]) -> Any:
         """Returns what the generator returned, after everything it sent has been received."""
-        self.log = []
+        self.log, self.trace = [], []
+        tasks = Tasks(self._perform, self._note, self._report, self._overlap)
         answer: Any = None
         try:
             while True:
+                tasks.check()
                 try:
                     request = generator.send(answer)
                 except StopIteration as stop:
+                    tasks.end()
                     with self._waiting("what it sent to be received"):
                         self._pending.wait_all()
                     return stop.value
-                answer = self._perform(request)
+                answer = self._answer(request, tasks)
         finally:
+            tasks.abandon()
             generator.close()
 
     def close(self) -> None:
         """Ends the thread that looks after sends; the process groups stay."""
         self._pending.close()
 
+    def _note(self, event: str) -> None:
+        self.trace.append(Event(time.monotonic(), self.groups.rank, event))
+
+    def _report(self, error: BaseException) -> None:
+        if self.channel is not None:
+            self.channel.report(error)
+
+    def _answer(self, request: Request, tasks: Tasks) -> Any:
+        """The answer to a request of the rank's own generator."""
+        if isinstance(request, Start):
+            return tasks.start(request.generator, request.label)
+        if isinstance(request, Signal):
+            return tasks.signal(request.event)
+        if isinstance(request, Await):
+            return tasks.wait_for(request.event)
+        if isinstance(request, Join):
+            result, log = tasks.join(request.task)
+            self.log.extend(log)
+            return result
+        return self._perform(request, self.log)
+
     @torch.no_grad()
-    def _perform(self, request: Request) -> Any:
+    def _perform(self, request: Request, log: list[Message]) -> Any:
+        """Carries out a request that communicates. Called from the threads of tasks, too."""
         check_request(self.groups.rank, request, self.groups.num_ranks)
-        self.log.extend(messages_of(self.groups.rank, request))
+        log.extend(messages_of(self.groups.rank, request))
         if isinstance(request, Exchange):
             return self._exchange(request)
+        if isinstance(request, Post):
+            return self._post(request.exchange)
+        if isinstance(request, Wait):
+            return self._wait(request.posted)
+        assert isinstance(request, AllReduce | AllGather | ReduceScatter | AllToAll), "tasks take all others"
         if len(request.group) == 1:
             return complete_alone(request)
         with self._waiting(request):
@@ -137,6 +203,31 @@ class ProcessTransport:
                     work.wait(timedelta(seconds=self.timeout_s))
         return received
 
+    def _post(self, exchange: Exchange) -> Posted:
+        """Issues everything."""
+        received = [self._buffer(receive) for receive in exchange.receives]
+        operations, meanings = self._operations(exchange, received)
+        works: list[dist.Work] = []
+        if operations:
+            with self._waiting(exchange):
+                works = dist.batch_isend_irecv(operations)
+        return Posted(exchange, (works, operations, meanings, received))
+
+    def _wait(self, posted: Posted) -> list[Tensor]:
+        """Waits for receives and sends."""
+        works, operations, meanings, received = posted.state
+        posted.state = None
+        if len(works) != len(operations):  # one coalesced handle; waiting for it blocks the stream, not the rank
+            for work in works:
+                work.wait()
+            return received
+        for work, meaning in zip(works, meanings, strict=True):
+            what = "from" if isinstance(meaning, Receive) else "to"
+            text = f"exchange {posted.exchange.label!r}, a message {what} rank {meaning.peer} (tag {meaning.tag})"
+            with self._waiting(text):
+                work.wait(timedelta(seconds=self.timeout_s))
+        return received
+
     def _operations(self, request: Exchange, received: list[Tensor]) -> tuple[list[dist.P2POp], list[Send | Receive]]:
         pairs = self.groups.pairs
         operations: list[dist.P2POp] = []
@@ -153,6 +244,8 @@ class ProcessTransport:
         return operations, meanings
 
     def _buffer(self, receive: Receive) -> Tensor:
+        if receive.buffer is not None:
+            return receive.buffer
         device = torch.device("cuda", torch.cuda.current_device()) if self.groups.backend == "nccl" else "cpu"
         return torch.empty(receive.shape, dtype=receive.dtype, device=device)
 

@@ -9,18 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hgraph.errors import PlanError
-from runtime.requests import AllGather, AllReduce, AllToAll, Exchange, Receive, ReduceScatter, Request
+from runtime.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Await,
+    Exchange,
+    Join,
+    Post,
+    Receive,
+    ReduceScatter,
+    Request,
+    Signal,
+    Start,
+    Wait,
+)
 
 __all__ = [
     "Collective",
+    "Event",
     "Message",
     "check_request",
+    "check_task_request",
     "complete_alone",
     "describe_request",
     "messages_of",
@@ -58,8 +74,18 @@ class Message:
         return f"{self.kind} {separator.join(map(str, self.ranks))}{tag} {self.num_bytes} B {self.label!r}"
 
 
+class Event(NamedTuple):
+    """One entry of a trace: what happened on a rank, and when, in seconds or in the order of the virtual cluster."""
+
+    when: float
+    rank: int
+    text: str
+
+
 def messages_of(rank: int, request: Request) -> list[Message]:
     """Returns the log entries of one request of `rank`: one for a collective, one per message of an exchange."""
+    if isinstance(request, Post):
+        request = request.exchange
     if isinstance(request, Exchange):
         sends = [
             Message("send", (rank, send.peer), send.tensor.nbytes, request.label, send.tag) for send in request.sends
@@ -69,7 +95,7 @@ def messages_of(rank: int, request: Request) -> list[Message]:
             for receive in request.receives
         ]
         return sends + receives
-    if len(request.group) == 1:
+    if isinstance(request, Wait | Start | Join | Signal | Await) or len(request.group) == 1:
         return []
     return [Message(KINDS[type(request)], request.group, _contributed_bytes(request), request.label)]
 
@@ -86,10 +112,12 @@ def _contributed_bytes(request: Collective) -> int:
 
 def check_request(rank: int, request: Request, num_ranks: int) -> None:
     """Raises `PlanError` where a request is wrong in itself, whatever the other ranks ask."""
-    fault = _exchange_fault(rank, request, num_ranks) if isinstance(request, Exchange) else None
-    if isinstance(request, AllReduce | AllGather | ReduceScatter | AllToAll):
+    fault = None
+    if isinstance(request, Exchange | Post):
+        fault = _exchange_fault(rank, request.exchange if isinstance(request, Post) else request, num_ranks)
+    elif isinstance(request, AllReduce | AllGather | ReduceScatter | AllToAll):
         fault = _group_fault(rank, request, num_ranks) or _chunks_fault(rank, request)
-    elif not isinstance(request, Exchange):
+    elif not isinstance(request, Wait | Start | Join | Signal | Await):
         raise PlanError(f"rank {rank}: expected a request of runtime.requests, got {type(request).__name__}")
     if fault is not None:
         raise PlanError(f"rank {rank}: {describe_request(request)}: {fault}")
@@ -101,7 +129,26 @@ def _exchange_fault(rank: int, request: Exchange, num_ranks: int) -> str | None:
             return "a rank cannot send to itself; use what it has"
         if not 0 <= peer < num_ranks:
             return f"expected a peer below {num_ranks}, got {peer}"
-    return None
+    return next((fault for receive in request.receives if (fault := _buffer_fault(receive))), None)
+
+
+def _buffer_fault(receive: Receive) -> str | None:
+    buffer = receive.buffer
+    if buffer is None:
+        return None
+    fits = tuple(buffer.shape) == tuple(receive.shape) and buffer.dtype == receive.dtype and buffer.is_contiguous()
+    if fits:
+        return None
+    return (
+        f"from rank {receive.peer}: expected a contiguous buffer of {tensor_text(receive.shape, receive.dtype)}, "
+        f"got {tensor_text(buffer.shape, buffer.dtype)}"
+    )
+
+
+def check_task_request(label: str, request: object) -> None:
+    """Raises `PlanError` where a task asks for what only the generator of the rank itself may."""
+    if not isinstance(request, Exchange | Post | Wait | Signal | Await):
+        raise PlanError(f"task {label!r}: expected messages, signals and waits for them, got {type(request).__name__}")
 
 
 def _group_fault(rank: int, request: Collective, num_ranks: int) -> str | None:
@@ -157,6 +204,12 @@ def tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def describe_request(request: Request) -> str:
     """Returns one line: kind, label, group or peers, reduction, shapes."""
+    if isinstance(request, Post | Wait):
+        request = request.exchange if isinstance(request, Post) else request.posted.exchange
+    if isinstance(request, Start | Join):
+        return f"task {(request.label if isinstance(request, Start) else request.task.label)!r}"
+    if isinstance(request, Signal | Await):
+        return f"event {request.event!r}"
     if isinstance(request, Exchange):
         peers = [f"to {send.peer} (tag {send.tag})" for send in request.sends]
         peers += [f"from {receive.peer} (tag {receive.tag})" for receive in request.receives]

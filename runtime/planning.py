@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hgraph.data.batches import GlobalBatch
-from hgraph.errors import HydraulisError, PlanError
-from hgraph.plan import StepPlan
+from hgraph.errors import HydraulisError, InvalidInput, PlanError
+from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cluster import Cluster
@@ -46,6 +46,29 @@ class Planning:
         assert answer is not None
         return replace(answer, step=step), waited_ms
 
+    def plan_parts(
+        self, batch: GlobalBatch, step: int, parts: Sequence[tuple[str, Sequence[int]]]
+    ) -> tuple[SequencedPlan, float]:
+        """Returns the plan that runs each part, (strategy, positions of its sequences), in turn. Collective."""
+        _check_parts(parts, len(batch), [strategy.name for strategy in self.pool.strategies])
+        plans, waited_ms = [], 0.0
+        for name, positions in parts:
+            plan = self._part(step, name, [batch.lengths[position] for position in positions])
+            plans.append(plan.renumbered(positions))
+            waited_ms += plan.plan_ms
+        return SequencedPlan(tuple(plans)), waited_ms
+
+    def _part(self, step: int, name: str, lengths: Sequence[int]) -> StepPlan:
+        """Returns the plan of sequences of `lengths` under one strategy."""
+        answer: StepPlan | HydraulisError | None = None
+        if 0 in self.cluster.local_ranks:
+            answer = self._guarded(step, lambda: self._here(lengths, step, replace(self.options, only=name)))
+        answer = self.cluster.broadcast(answer)
+        if isinstance(answer, HydraulisError):
+            raise answer
+        assert answer is not None
+        return answer
+
     def ahead(self, batches: Iterable[GlobalBatch], step: Callable[[], int]) -> Iterator[GlobalBatch]:
         """Yields the batches; those that follow are being planned while one is trained on."""
         queue: deque[GlobalBatch] = deque()
@@ -81,19 +104,41 @@ class Planning:
         self._number += 1
 
     def _own_plan(self, batch: GlobalBatch, step: int) -> StepPlan | HydraulisError:
-        try:
+        def made() -> StepPlan:
             if id(batch) in self._submitted and self._service is not None:
                 _, number = self._submitted.pop(id(batch))
                 return self._service.result(number)
-            return self._plan_here(batch.lengths, step)
+            return self._here(batch.lengths, step, self.options)
+
+        return self._guarded(step, made)
+
+    def _guarded(self, step: int, made: Callable[[], StepPlan]) -> StepPlan | HydraulisError:
+        """Returns the plan, or what went wrong: the other ranks wait for an answer."""
+        try:
+            return made()
         except HydraulisError as error:
             return error
-        except Exception as error:  # whatever it is: the other ranks wait for an answer
+        except Exception as error:
             problem = PlanError(f"plan of step {step}: {type(error).__name__}: {error}")
             problem.__cause__ = error
             return problem
 
-    def _plan_here(self, lengths: Sequence[int], step: int) -> StepPlan:
+    def _here(self, lengths: Sequence[int], step: int, options: PlannerOptions) -> StepPlan:
         start_s = time.perf_counter()
-        plan = plan_step(self.pool, self.profile, lengths, step=step, options=self.options)
+        plan = plan_step(self.pool, self.profile, lengths, step=step, options=options)
         return replace(plan, plan_ms=1e3 * (time.perf_counter() - start_s))
+
+
+def _check_parts(parts: Sequence[tuple[str, Sequence[int]]], num_sequences: int, names: Sequence[str]) -> None:
+    seen = Counter(position for _, positions in parts for position in positions)
+    for name, positions in parts:
+        if name not in names:
+            raise InvalidInput(f"step in parts: strategy {name!r} is not in the pool; there are {', '.join(names)}")
+        if not positions:
+            raise InvalidInput(f"step in parts: the part of {name} has no sequence; leave it out")
+    wrong = [index for index in {*seen, *range(num_sequences)} if seen[index] != 1 or not 0 <= index < num_sequences]
+    if wrong:
+        raise InvalidInput(
+            f"step in parts: expected each of the {num_sequences} sequences of the batch in one part; not so: "
+            f"{', '.join(map(str, sorted(wrong)))}"
+        )

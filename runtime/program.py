@@ -10,6 +10,7 @@ over their number, whatever the strategy; every gradient is that of this loss.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from hgraph.capture import Captured, LossFunction, capture
-from hgraph.check_plan import check_plan
+from hgraph.check_plan import check_plan, check_sequenced_plan
 from hgraph.data.batches import BatchState, GlobalBatch, GlobalBatches, make_batch
 from hgraph.errors import InvalidInput, NotSupported
-from hgraph.plan import StepPlan
+from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
-from hgraph.reshard_plan import ReshardPlan
 from hgraph.shard_map import relative
 from hgraph.strategy import Pool
 from hgraph.strategy_file import load_pool
+from hgraph.topology import Topology
 from passes.pipelines import CompiledScheme, compile_scheme, normalized
+from runtime.bridge_planner import BridgePlanner
+from runtime.buffer_pool import BufferPool
 from runtime.calibrate import MemoryLimits, calibrate
 from runtime.cluster import Cluster, choose_cluster
+from runtime.direct_switch import DirectSwitch
 from runtime.executor import RankExecutor
 from runtime.facts import check_same_everywhere, model_facts, trained_names
 from runtime.failure_channel import FailureChannel
-from runtime.layouts import StrategyBridges, bridge_plans, owned_box
+from runtime.layouts import owned_box
 from runtime.lookups import check_lengths, longest_sequence, vocabulary
 from runtime.micro_batches import contents_of
 from runtime.optimizer import AdamW, ShardedAdamW
@@ -58,7 +62,7 @@ class StepOutput:
     tokens: int
     labelled_tokens: int
     strategy: str
-    plan: StepPlan
+    plan: StepPlan | SequencedPlan
     learning_rate: float
     measured_ms: float
     replica_ms: tuple[float, ...]
@@ -89,6 +93,8 @@ def compile(
     limits: MemoryLimits | None = None,
     planner: PlannerOptions | None = None,
     depth: int = 2,
+    bucket_mb: float = 25.0,
+    topology: Topology | None = None,
     fields: Mapping[str, Tensor] | None = None,
     exact: bool = False,
     cluster: Cluster | None = None,
@@ -105,6 +111,10 @@ def compile(
     - `fields`: one example (24 tokens or 3 sequences) of each further field that the loss reads from `packed.fields`;
       the data set gives those of each sequence (`fields(i)`, see `hgraph/data/dataset.py`).
     - `depth`: how many steps `Program.ahead` plans before they are needed, in a process of its own; 0 plans in step.
+    - `bucket_mb`: parameters and gradients travel in buckets of up to so many megabytes (10^6 bytes) a rank, two of
+      which are on their way at a time (`runtime/bridge.py`).
+    - `topology`: nodes and links of the cluster, by which senders and relays of the bridges are chosen; without it all
+      links are taken to be equal.
     - `exact`: everything in float64, also where the model casts to float32 (for comparison with the plain model).
     - `dump`: called with scheme, pass and text after every pass.
 
@@ -119,7 +129,9 @@ def compile(
         )
         for scheme in pool.schemes
     }
-    program = Program(model, captured, compiled, pool, optimizer or AdamW(), cluster, seed)
+    program = Program(
+        model, captured, compiled, pool, optimizer or AdamW(), cluster, seed, bucket_mb=bucket_mb, topology=topology
+    )
     if callable(profile):
         profile = profile(program)
     elif profile is None:
@@ -160,6 +172,9 @@ class Program:
         optimizer: AdamW,
         cluster: Cluster,
         seed: int,
+        *,
+        bucket_mb: float = 25.0,
+        topology: Topology | None = None,
     ) -> None:
         self.model, self.captured, self.compiled, self.pool = model, captured, compiled, pool
         self.optimizer, self.cluster, self.seed = optimizer, cluster, seed
@@ -169,10 +184,12 @@ class Program:
         self.longest_sequence = longest_sequence(self.contents.lookups)
         self.dtype = _compute_dtype(captured)
         self.master_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.bucket_mb, self.topology = bucket_mb, topology
+        dtypes = self.dtype, self.master_dtype
+        self._bridges = BridgePlanner(compiled, captured, pool.num_ranks, dtypes, bucket_mb, topology)
         self.step_count = 0
         self.next_batch = BatchState()
         self._num_checkpoint_calls = 0
-        self._bridge_plans: dict[str, tuple[Mapping[str, ReshardPlan], Mapping[str, ReshardPlan]]] = {}
         check_same_everywhere(cluster, captured, pool, optimizer, model, seed)
         cluster.prepare(self._groups())
         self.ranks = {rank: self._rank_state(rank) for rank in cluster.local_ranks}
@@ -187,23 +204,31 @@ class Program:
         """Whether this process holds rank 0: the one that should print."""
         return 0 in self.cluster.local_ranks
 
-    def step(self, batch: GlobalBatch | Sequence[Sequence[int] | Tensor]) -> StepOutput:
+    def step(
+        self,
+        batch: GlobalBatch | Sequence[Sequence[int] | Tensor],
+        *,
+        parts: Sequence[tuple[str, Sequence[int]]] | None = None,
+    ) -> StepOutput:
         """Trains on one global batch and returns what happened. The same batch on every rank. Collective.
+
+        The strategy is chosen by the planner. With `parts`, pairs of a strategy's name and the positions in the batch
+        of the sequences it runs, several take turns: between two, parameters and accumulated gradients go directly from
+        layout to layout (`runtime/direct_switch.py`). The numbers are the same.
 
         Raises `InvalidInput` for a batch that cannot be run and `NonFiniteLoss`; state is then as before.
         """
         batch = batch if isinstance(batch, GlobalBatch) else make_batch(batch)
         check_lengths(batch.ids, batch.lengths, self.contents.lookups)
-        plan, waited_ms = self.planning.plan(batch, self.step_count + 1)
-        return self.run_plan(batch, plan, waited_ms)
+        if parts is not None:
+            return self.run_plan(batch, *self.planning.plan_parts(batch, self.step_count + 1, parts))
+        return self.run_plan(batch, *self.planning.plan(batch, self.step_count + 1))
 
-    def run_plan(self, batch: GlobalBatch, plan: StepPlan, plan_wait_ms: float = 0.0) -> StepOutput:
+    def run_plan(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, plan_wait_ms: float = 0.0) -> StepOutput:
         """Trains on a batch by a given plan."""
-        check_plan(plan, self.pool, self.profile, batch.lengths)
         outcome = self._run(batch, plan, update=True)
         self.step_count += 1
         self.next_batch = batch.next_state
-        executable = next(iter(self.ranks.values())).executables[plan.strategy]
         return StepOutput(
             step=self.step_count,
             loss=outcome.loss,
@@ -216,22 +241,51 @@ class Program:
             measured_ms=outcome.measured_ms,
             replica_ms=outcome.replica_ms,
             plan_wait_ms=plan_wait_ms,
-            bridge_bytes=executable.bridges.total_bytes if batch.num_targets else 0,
+            bridge_bytes=self._bytes_moved(plan) if batch.num_targets else 0,
             compiled_graphs=self.compiled_graphs,
             peak_live_micro_batches=outcome.peak_live_micro_batches,
         )
 
-    def measure(self, batch: GlobalBatch, plan: StepPlan) -> float:
+    def measure(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan) -> float:
         """Returns the milliseconds of a step that leaves weights and optimizer as they are."""
-        check_plan(plan, self.pool, self.profile, batch.lengths)
         return self._run(batch, plan, update=False).measured_ms
 
-    def _run(self, batch: GlobalBatch, plan: StepPlan, *, update: bool) -> RankOutcome:
+    def _run(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, *, update: bool) -> RankOutcome:
+        self.check(plan, batch.lengths)
         check_lengths(batch.ids, batch.lengths, self.contents.lookups)
-        facts = StepFacts(self.step_count + 1, batch, plan, self.pool[plan.strategy])
+        facts = self.step_facts(batch, plan)
         generators = {rank: rank_step(state, facts, update=update) for rank, state in self.ranks.items()}
         with torch.no_grad():
             return next(iter(self.cluster.run(generators).values()))
+
+    def check(self, plan: StepPlan | SequencedPlan, lengths: Sequence[int]) -> None:
+        """Raises `PlanError` unless the plan is sound for sequences of `lengths`."""
+        if isinstance(plan, SequencedPlan):
+            check_sequenced_plan(plan, self.pool, self.profile, lengths)
+        else:
+            check_plan(plan, self.pool, self.profile, lengths)
+
+    def step_facts(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan) -> StepFacts:
+        """Returns what all ranks know of a step that is to run; direct switches that are new in it get planned."""
+        names = [part.strategy for part in plan.parts]
+        for pair in itertools.pairwise(names):
+            self._prepare_switch(pair)
+        return StepFacts(self.step_count + 1, batch, plan.parts, tuple(self.pool[name] for name in names))
+
+    def _prepare_switch(self, pair: tuple[str, str]) -> None:
+        if all(pair in state.switches for state in self.ranks.values()):
+            return
+        plans = self._bridges.switch_plans(*(self.pool[name] for name in pair))
+        dtypes = self.dtype, self.master_dtype
+        for rank, state in self.ranks.items():
+            state.switches[pair] = DirectSwitch(plans, rank, dtypes, self.cluster.device, state.buffers)
+
+    def _bytes_moved(self, plan: StepPlan | SequencedPlan) -> int:
+        state = next(iter(self.ranks.values()))
+        names = [part.strategy for part in plan.parts]
+        into, out = state.executables[names[0]].bridges.parameters, state.executables[names[-1]].bridges.gradients
+        between = [state.switches[pair].total_bytes for pair in itertools.pairwise(names)]
+        return into.total_bytes + out.total_bytes + sum(between)
 
     def ahead(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yields the batches, and has the next ones planned in the meantime."""
@@ -344,16 +398,14 @@ class Program:
             (owned if facts.name in trained else frozen)[facts.name] = part
         optimizer = ShardedAdamW(self.optimizer, owned)
         state = RankState(rank, self.pool.num_ranks, self.dtype, optimizer, frozen, self.captured, self.contents)
+        state.buffers = BufferPool(self.cluster.device)
         for strategy in self.pool.strategies:
-            state.executables[strategy.name] = self._executable(strategy.name, rank)
+            state.executables[strategy.name] = self._executable(strategy.name, rank, state.buffers)
         return state
 
-    def _executable(self, name: str, rank: int) -> Executable:
+    def _executable(self, name: str, rank: int, pool: BufferPool) -> Executable:
         strategy = self.pool[name]
-        plans = self._bridge_plans
-        if name not in plans:
-            plans[name] = bridge_plans(strategy, self.compiled, self.captured.parameters, self.pool.num_ranks)
-        bridges = StrategyBridges(plans[name], rank, (self.dtype, self.master_dtype), self.cluster.device)
+        bridges = self._bridges.bridges(strategy, rank, self.cluster.device, pool)
         index = strategy.replica_of(rank)
         executor = None
         if index is not None:

@@ -1,7 +1,16 @@
-"""One step on one rank, as a generator of requests: parameters in, run, gradients out, optimizer."""
+"""One step on one rank, as a generator of requests: parameters in, run, gradients out, optimizer.
+
+Overlap. Both bridges are tasks beside the rank's own work. Parameters travel in the order in which stages use them; a
+rank computes as soon as it has all that its own stage needs, while later buckets, of which it owns parts or passes them
+on, travel on. Gradients leave stage by stage: all of a rank's own are final after its last backward pass, when its task
+sends them, the last stage's first; its task receives those of others from shortly before that. Within a stage, all
+gradients become final together, at the end of its program. Where tasks have no threads (`runtime/tasks.py`) the same
+messages are sent before and after the rank's work instead.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +26,14 @@ from hgraph.errors import InvalidInput, NonFiniteLoss
 from hgraph.plan import StepPlan
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Strategy
-from runtime.executor import MicroBatchResult, RankExecutor
+from runtime.bridge import Bridge, arrived, ended
+from runtime.buffer_pool import BufferPool
+from runtime.direct_switch import DirectSwitch
+from runtime.executor import MicroBatchResult, RankExecutor, begins
 from runtime.layouts import StrategyBridges
 from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import ShardedAdamW
-from runtime.requests import AllGather, AllReduce, RankGenerator
+from runtime.requests import AllGather, AllReduce, Await, Join, RankGenerator, Signal, Start, Task
 
 __all__ = [
     "Executable",
@@ -35,6 +47,8 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = 2048
+PARAMETERS, GRADIENTS = "bridge parameters", "bridge gradients"
+GRADIENTS_FINAL = "gradients are final"
 
 
 @dataclass(slots=True)
@@ -63,6 +77,8 @@ class RankState:
     captured: Captured
     contents: Contents = field(default_factory=Contents)
     executables: dict[str, Executable] = field(default_factory=dict)
+    buffers: BufferPool = field(default_factory=BufferPool)
+    switches: dict[tuple[str, str], DirectSwitch] = field(default_factory=dict)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns this rank's shards of all parameters in the optimizer layout."""
@@ -75,12 +91,22 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What all ranks know of a step before it."""
+    """What all ranks know of a step before it: one strategy, or several that run their parts of the batch in turn."""
 
     step: int
     batch: GlobalBatch
-    plan: StepPlan
-    strategy: Strategy
+    plans: tuple[StepPlan, ...]
+    strategies: tuple[Strategy, ...]
+
+    @property
+    def first_replica(self) -> tuple[int, ...]:
+        """Where the replicas of each strategy begin among those of all."""
+        counts = [len(strategy.replicas) for strategy in self.strategies]
+        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(len(strategy.replicas) for strategy in self.strategies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +130,18 @@ def rank_step(
     Without `update` weights and optimizer stay as they are.
     """
     start_s = time.perf_counter()
-    executable = state.executables[facts.plan.strategy]
-    micro_batches = yield from _fetch(state, executable, facts)
+    executables = [state.executables[plan.strategy] for plan in facts.plans]
+    micro_batches = yield from _fetch(state, executables, facts)
     if facts.batch.num_targets == 0:
         return _nothing_to_learn(state, facts, keep_gradients)
-    parameters = yield from exchange_parameters(state, executable)
-    run_start_s = time.perf_counter()
-    result = yield from run_micro_batches(state, executable, parameters, micro_batches, 1.0 / facts.batch.num_targets)
-    del parameters
-    run_ms = 1e3 * (time.perf_counter() - run_start_s)
-    gradients = yield from collect_gradients(state, executable, result)
-    losses, grad_norm = yield from _totals(state, executable, result, gradients, facts)
+    results, run_ms, gradients = yield from _run_strategies(state, executables, micro_batches, facts)
+    losses, grad_norm = yield from _totals(state, executables, results, gradients, facts)
     _check_finite(losses, grad_norm, facts)
     kept = {name: gradient.clone() for name, gradient in gradients.items()} if keep_gradients else {}
     rate = state.optimizer.step(gradients, grad_norm) if update else 0.0
     step_ms = 1e3 * (time.perf_counter() - start_s)
-    peak = 0 if result is None else result.peak_live_micro_batches
-    greatest = yield from _greatest(state, executable, run_ms, step_ms, peak, len(losses))
+    peak = max((result.peak_live_micro_batches for result in results if result is not None), default=0)
+    greatest = yield from _greatest(state, executables, run_ms, step_ms, peak, facts)
     return RankOutcome(
         loss=sum(losses),
         grad_norm=grad_norm,
@@ -132,15 +153,46 @@ def rank_step(
     )
 
 
-def _fetch(state: RankState, executable: Executable, facts: StepFacts) -> RankGenerator[list[Packed]]:
-    """The micro-batches this rank runs. All ranks agree that theirs are sound, so that none is left waiting."""
-    packed: list[Packed] = []
+def _run_strategies(
+    state: RankState, executables: Sequence[Executable], micro_batches: Sequence[Sequence[Packed]], facts: StepFacts
+) -> RankGenerator[tuple[list[MicroBatchResult | None], list[float], dict[str, Tensor]]]:
+    """Runs every strategy in turn: what each left, its milliseconds on this rank, and the gradients this rank owns."""
+    parameters, incoming = yield from _begin_parameters(state, executables[0])
+    if len(executables) > 1:
+        yield Join(incoming)
+    left: dict[str, Tensor] = {}
+    begun: Mapping[str, Tensor] = {}
+    results: list[MicroBatchResult | None] = []
+    run_ms: list[float] = []
+    for part, executable in enumerate(executables):
+        if part:
+            switch = state.switches[facts.plans[part - 1].strategy, facts.plans[part].strategy]
+            parameters, begun = yield from _switch(state, switch, executables[part - 1], parameters, results[-1])
+        if part == len(executables) - 1:
+            outgoing = yield Start(_gradient_task(executable, len(micro_batches[part]), left), GRADIENTS)
+        start_s = time.perf_counter()
+        scale = 1.0 / facts.batch.num_targets
+        result = yield from run_micro_batches(state, executable, parameters, micro_batches[part], scale)
+        run_ms.append(1e3 * (time.perf_counter() - start_s))
+        results.append(_with_begun(result, begun))
+    left.update(_gradient_sources(state, executables[-1], results[-1]))
+    yield Signal(GRADIENTS_FINAL)
+    if len(executables) == 1:
+        yield Join(incoming)
+    del parameters, incoming
+    gradients = _owned(state, (yield Join(outgoing)))
+    return results, run_ms, gradients
+
+
+def _fetch(state: RankState, executables: Sequence[Executable], facts: StepFacts) -> RankGenerator[list[list[Packed]]]:
+    """The micro-batches this rank runs, per strategy. All ranks agree that theirs are sound, so that none waits."""
+    packed: list[list[Packed]] = []
     problem = ""
     cause: Exception | None = None
     try:
-        if executable.replica is not None:
-            plan = facts.plan.replicas[executable.replica]
-            packed = [pack_micro_batch(facts.batch, indices, state.contents) for indices in plan.micro_batches]
+        for executable, plan in zip(executables, facts.plans, strict=True):
+            chosen = () if executable.replica is None else plan.replicas[executable.replica].micro_batches
+            packed.append([pack_micro_batch(facts.batch, indices, state.contents) for indices in chosen])
     except InvalidInput as error:
         problem = str(error)
     except Exception as error:  # whatever a data set raises: the other ranks must not wait for this one
@@ -159,12 +211,24 @@ def _fetch(state: RankState, executable: Executable, facts: StepFacts) -> RankGe
 
 
 def exchange_parameters(state: RankState, executable: Executable) -> RankGenerator[dict[str, Tensor]]:
-    """Optimizer layout -> compute layout; by the names that the model uses."""
-    weights, first = state.weights(), state.first_name()
+    """Optimizer layout -> compute layout, all at once; by the names that the model uses."""
     bridge = executable.bridges.parameters
-    sources = {key: weights[name] for key in bridge.names if (name := first[_name(key)]) in weights}
-    arrived = yield from bridge.run(sources, "bridge parameters")
-    return {_name(key): tensor for key, tensor in arrived.items()}
+    found = yield from bridge.run(_parameter_sources(state, bridge), PARAMETERS)
+    return {_name(key): tensor for key, tensor in found.items()}
+
+
+def _begin_parameters(state: RankState, executable: Executable) -> RankGenerator[tuple[dict[str, Tensor], Task]]:
+    """The parameters that this rank uses, once they are there, and the task that passes on those of others."""
+    bridge = executable.bridges.parameters
+    found: dict[str, Tensor] = {}
+    task = yield Start(bridge.run(_parameter_sources(state, bridge), PARAMETERS, results=found), PARAMETERS)
+    yield Await(arrived(PARAMETERS))
+    return {_name(key): tensor for key, tensor in found.items()}, task
+
+
+def _parameter_sources(state: RankState, bridge: Bridge) -> dict[str, Tensor]:
+    weights, first = state.weights(), state.first_name()
+    return {key: weights[name] for key in bridge.names if (name := first[_name(key)]) in weights}
 
 
 def run_micro_batches(
@@ -183,17 +247,42 @@ def run_micro_batches(
 def collect_gradients(
     state: RankState, executable: Executable, result: MicroBatchResult | None
 ) -> RankGenerator[dict[str, Tensor]]:
-    """Every replica's gradients -> their owners, summed there; by the parameters' first names."""
-    bridge, sources = executable.bridges.gradients, {}
-    if executable.executor is not None and result is not None:
-        for key in bridge.names:
-            name = _name(key)
-            if name in executable.executor.gradients and bridge.holds_source(key):
-                sources[key] = _gradient(state, executable.executor, result, name)
-    arrived = yield from bridge.run(sources, "bridge gradients")
+    """Every replica's gradients -> their owners, summed there, all at once; by the parameters' first names."""
+    sources = _gradient_sources(state, executable, result)
+    return _owned(state, (yield from executable.bridges.gradients.run(sources, GRADIENTS)))
+
+
+def _gradient_task(
+    executable: Executable, num_micro_batches: int, left: Mapping[str, Tensor]
+) -> RankGenerator[dict[str, Tensor]]:
+    """Every replica's gradients -> their owners; this rank's own are in `left` once they are final.
+
+    It begins near the end of the schedule: earlier, nobody can have sent anything, and waits have a limit.
+    """
+    yield Await(ended(PARAMETERS))  # until then the buffers are those of the parameters
+    executor = executable.executor
+    last = None if executor is None else executor.last_backward(num_micro_batches)
+    if last is not None:
+        yield Await(begins(last))
+    return (yield from executable.bridges.gradients.run(lambda: left, GRADIENTS, ready=GRADIENTS_FINAL))
+
+
+def _gradient_sources(state: RankState, executable: Executable, result: MicroBatchResult | None) -> dict[str, Tensor]:
+    bridge, executor = executable.bridges.gradients, executable.executor
+    if executor is None or result is None:
+        return {}
+    return {
+        key: _gradient(state, executor, result, name)
+        for key in bridge.names
+        if (name := _name(key)) in executor.gradients and bridge.holds_source(key)
+    }
+
+
+def _owned(state: RankState, arrived_by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank owns of every trained parameter's gradient: all that has arrived under its names, summed."""
     totals = {name: torch.zeros_like(shard) for name, shard in state.optimizer.master.items()}
     first = state.first_name()
-    for key, gradient in arrived.items():
+    for key, gradient in arrived_by_key.items():
         if (name := first[_name(key)]) in totals:
             totals[name] += gradient
     return totals
@@ -207,18 +296,43 @@ def _gradient(state: RankState, executor: RankExecutor, result: MicroBatchResult
     return torch.zeros(local, dtype=executor.accumulate)
 
 
+def _switch(
+    state: RankState,
+    switch: DirectSwitch,
+    before: Executable,
+    parameters: Mapping[str, Tensor],
+    result: MicroBatchResult | None,
+) -> RankGenerator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The next strategy's parameters, and what its gradients begin with, straight from the strategy before it."""
+    moved = yield from switch.parameters(parameters)
+    accumulated = {}
+    if before.executor is not None and result is not None:
+        names = before.executor.gradients
+        accumulated = {name: _gradient(state, before.executor, result, name) for name in names}
+    return moved, (yield from switch.gradients(accumulated))
+
+
+def _with_begun(result: MicroBatchResult | None, begun: Mapping[str, Tensor]) -> MicroBatchResult | None:
+    """Adds what a strategy's gradients began with to what its own micro-batches left."""
+    if result is not None:
+        for name, gradient in begun.items():
+            own = result.gradients.get(name)
+            result.gradients[name] = gradient if own is None else own.add_(gradient)
+    return result
+
+
 def _totals(
     state: RankState,
-    executable: Executable,
-    result: MicroBatchResult | None,
+    executables: Sequence[Executable],
+    results: Sequence[MicroBatchResult | None],
     gradients: Mapping[str, Tensor],
     facts: StepFacts,
 ) -> RankGenerator[tuple[list[float], float]]:
     """The loss of each replica over the global number of labelled tokens, and the global gradient norm."""
-    count = len(facts.strategy.replicas)
-    totals = torch.zeros(count + 1, dtype=torch.float64)
-    if executable.replica is not None and result is not None:
-        totals[executable.replica] = result.loss.double() / facts.batch.num_targets
+    totals = torch.zeros(facts.num_replicas + 1, dtype=torch.float64)
+    for executable, result, first in zip(executables, results, facts.first_replica, strict=True):
+        if executable.replica is not None and result is not None:
+            totals[first + executable.replica] = result.loss.double() / facts.batch.num_targets
     totals[-1] = state.optimizer.squared_norm(gradients)
     totals = yield AllReduce(tuple(range(state.num_ranks)), totals, "sum", "step: loss and gradient norm")
     *losses, squared = totals.tolist()
@@ -226,11 +340,17 @@ def _totals(
 
 
 def _greatest(
-    state: RankState, executable: Executable, run_ms: float, step_ms: float, peak: int, count: int
+    state: RankState,
+    executables: Sequence[Executable],
+    run_ms: Sequence[float],
+    step_ms: float,
+    peak: int,
+    facts: StepFacts,
 ) -> RankGenerator[list[float]]:
-    values = torch.zeros(count + 2, dtype=torch.float64)
-    if executable.replica is not None:
-        values[executable.replica] = run_ms
+    values = torch.zeros(facts.num_replicas + 2, dtype=torch.float64)
+    for executable, own_ms, first in zip(executables, run_ms, facts.first_replica, strict=True):
+        if executable.replica is not None:
+            values[first + executable.replica] = own_ms
     values[-2], values[-1] = step_ms, peak
     values = yield AllReduce(tuple(range(state.num_ranks)), values, "max", "step: times")
     return values.tolist()
@@ -241,20 +361,22 @@ def _check_finite(losses: Sequence[float], grad_norm: float, facts: StepFacts) -
     if not bad and math.isfinite(grad_norm):
         return
     where = []
+    planned = [replica for plan in facts.plans for replica in plan.replicas]
+    replicas = [replica for strategy in facts.strategies for replica in strategy.replicas]
     for index in bad:
-        plan = facts.plan.replicas[index]
-        ids = [facts.batch.ids[position] for micro_batch in plan.micro_batches for position in micro_batch]
-        where.append(f"replica {index} ({facts.strategy.replicas[index].scheme}) with sequence ids {ids}")
+        ids = [facts.batch.ids[position] for micro_batch in planned[index].micro_batches for position in micro_batch]
+        where.append(f"replica {index} ({replicas[index].scheme}) with sequence ids {ids}")
     what = f"loss is not finite in {'; '.join(where)}" if bad else f"the gradient norm is {grad_norm}"
+    names = ", then ".join(strategy.name for strategy in facts.strategies)
     raise NonFiniteLoss(
-        f"step {facts.step}, strategy {facts.strategy.name}: {what}. Weights, moments and step count are as before the "
+        f"step {facts.step}, strategy {names}: {what}. Weights, moments and step count are as before the "
         "step; lower the learning rate, or look at these sequences"
     )
 
 
 def _nothing_to_learn(state: RankState, facts: StepFacts, keep_gradients: bool) -> RankOutcome:
     zeros = {name: torch.zeros_like(shard) for name, shard in state.optimizer.master.items()}
-    idle = (0.0,) * len(facts.strategy.replicas)
+    idle = (0.0,) * facts.num_replicas
     return RankOutcome(0.0, 0.0, 0.0, 0.0, idle, 0, zeros if keep_gradients else {})
 
 

@@ -1,7 +1,8 @@
 """Runs a reshard plan on one rank, as a generator of requests.
 
 All moves between two ranks in one phase travel in one message. Reads of a phase come before its writes; writes are in
-the order of the plan, so sums do not depend on which message came first.
+the order of the plan, so sums do not depend on which message came first. A rank that sums terms for others keeps them
+in scratch buffers, which live as long as the run.
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ class _Run:
         self.dtype = dtype
         self.device = tensor.device if tensor is not None else device
         self.target = None if prepared.target is None or prepared.direct else self._new_target(prepared.target)
+        self.scratch = [
+            torch.empty(region.lengths(shape), dtype=dtype, device=self.device) for region in prepared.scratch
+        ]
 
     def _new_target(self, region: Region) -> Tensor:
         lengths = region.lengths(self.shape)
@@ -124,10 +128,14 @@ class _Run:
             self.target = values[0].contiguous()
             return
         for write, value in zip(phase.writes, values, strict=True):
-            assert self.target is not None
-            combine_into(self.target[write.target.slices], value, write.combine)
+            number = write.target.scratch
+            buffer = self.target if number is None else self.scratch[number]
+            assert buffer is not None
+            combine_into(buffer[write.target.slices], value, write.combine)
 
     def _read(self, origin: Origin, region: Region) -> Tensor:
+        if region.scratch is not None:
+            return self.scratch[region.scratch][region.slices]
         buffer = self.source if origin == "source" else self.target
         assert buffer is not None
         return buffer[region.slices]

@@ -6,14 +6,16 @@ Invariants
 - Both ranks of a pair list the moves between them in the order of the plan, so a message needs no header.
 - Writes are in the order of the plan. A write into elements that nothing has written before is a copy, whatever it is
   in the plan: combining with the neutral element changes nothing. `is_covered` says whether copies fill the buffer.
+- A scratch buffer is the smallest box that holds what shares elements among all that is written and read there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hgraph.reshard_plan import Collective, Combine, Move, Origin, ReshardPlan
+from hgraph.reshard_plan import Collective, Combine, Destination, Move, Origin, ReshardPlan
 from hgraph.shard_map import Box, Piece, box_numel, box_shape, intersect, relative, shard_map
 
 __all__ = ["LocalCollective", "LocalPhase", "PreparedReshard", "Region", "Write", "prepare"]
@@ -21,11 +23,15 @@ __all__ = ["LocalCollective", "LocalPhase", "PreparedReshard", "Region", "Write"
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a local buffer: the slices that select it, and its shape but for the free dims."""
+    """Part of a local buffer: the slices that select it, and its shape but for the free dims.
+
+    `scratch` is the number of the scratch buffer, None for a source or target buffer.
+    """
 
     slices: tuple[slice, ...]
     shape: tuple[int, ...]
     free_dims: tuple[int, ...] = ()
+    scratch: int | None = None
 
     def lengths(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the region's shape where the tensor has the global shape `shape`."""
@@ -36,7 +42,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write into the target buffer: of a local region, a part of a message, or a part of a collective's result.
+    """One write into the target buffer, or into scratch where `target` says so.
+
+    What is written is a local region, a part of a message, or a part of a collective's result.
 
     `peer` and `index` select the part: `index` in the message from `peer`; with `peer` None, the local `region` of
     buffer `origin`, or, where `collective` is given, part `index` of its result.
@@ -77,8 +85,9 @@ class LocalPhase:
 class PreparedReshard:
     """A plan as one rank sees it.
 
-    `source` and `target` are the whole local buffers, None where the rank has none. `is_all_reduce`: the rank does
-    nothing but reduce its whole buffer in place. `direct`: the target is the value of the only write.
+    `source` and `target` are the whole local buffers, None where the rank has none; `scratch` are the buffers in which
+    it sums for others. `is_all_reduce`: the rank does nothing but reduce its whole buffer in place. `direct`: the
+    target is the value of the only write.
     """
 
     plan: ReshardPlan
@@ -89,6 +98,7 @@ class PreparedReshard:
     is_covered: bool
     is_all_reduce: bool
     direct: bool
+    scratch: tuple[Region, ...] = ()
 
 
 def prepare(plan: ReshardPlan, rank: int) -> PreparedReshard:
@@ -102,6 +112,7 @@ class _Preparation:
         self.plan, self.rank = plan, rank
         self.source = _box_of(shard_map(plan.source, plan.shape).pieces, rank)
         self.target = _box_of(shard_map(plan.target, plan.shape).pieces, rank)
+        self.scratch = _join_boxes(_scratch_uses(plan, rank))
         self.written: list[Box] = []
         self.num_copied = 0
 
@@ -109,7 +120,8 @@ class _Preparation:
         phases = tuple(self._phase(phase) for phase in self.plan.phases)
         num_elements = 0 if self.target is None else box_numel(self.target)
         writes = [write for phase in phases for write in phase.writes]
-        whole = len(writes) == 1 and writes[0].combine == "copy" and self.num_copied == num_elements
+        is_one_copy = len(writes) == 1 and writes[0].combine == "copy" and writes[0].target.scratch is None
+        whole = is_one_copy and self.num_copied == num_elements
         return PreparedReshard(
             plan=plan,
             rank=self.rank,
@@ -119,6 +131,7 @@ class _Preparation:
             is_covered=self.num_copied == num_elements,
             is_all_reduce=whole and self._is_all_reduce(phases),
             direct=whole,
+            scratch=tuple(self._region(box, box, number) for number, box in enumerate(self.scratch)),
         )
 
     def _is_all_reduce(self, phases: Sequence[LocalPhase]) -> bool:
@@ -137,16 +150,15 @@ class _Preparation:
                     writes.extend(self._collective_writes(operation, len(collectives)))
                     collectives.append(self._collective(operation))
             elif operation.sender == self.rank:
-                origin = self._origin(operation.origin)
-                region = self._region(operation.box, origin)
+                region = self._read(operation.box, operation.origin)
                 if operation.receiver == self.rank:
-                    write = self._write(operation.box, operation.combine)
+                    write = self._write(operation.box, operation.combine, operation.destination)
                     writes.append(replace(write, origin=operation.origin, region=region))
                 else:
                     sends.setdefault(operation.receiver, []).append((operation.origin, region))
             elif operation.receiver == self.rank:
                 parts = receives.setdefault(operation.sender, [])
-                write = self._write(operation.box, operation.combine)
+                write = self._write(operation.box, operation.combine, operation.destination)
                 writes.append(replace(write, index=len(parts), peer=operation.sender))
                 parts.append(write.target)
         return LocalPhase(
@@ -158,7 +170,6 @@ class _Preparation:
 
     def _collective(self, operation: Collective) -> LocalCollective:
         at = operation.ranks.index(self.rank)
-        origin = self._origin(operation.origin)
         contributed, received = operation.contributed[at], operation.received[at]
         if operation.kind in ("all_reduce", "all_gather"):
             reads = [contributed]
@@ -174,7 +185,7 @@ class _Preparation:
             operation.ranks,
             operation.combine,
             operation.origin,
-            tuple(self._region(box, origin) if box_numel(box) else None for box in reads),
+            tuple(self._read(box, operation.origin) if box_numel(box) else None for box in reads),
             tuple(self._region(box, received) if box_numel(box) else None for box in receives),
         )
 
@@ -187,7 +198,9 @@ class _Preparation:
             if box_numel(box):
                 yield replace(self._write(box, "copy"), index=index, collective=number)
 
-    def _write(self, box: Box, combine: Combine) -> Write:
+    def _write(self, box: Box, combine: Combine, destination: Destination = "target") -> Write:
+        if destination == "scratch":
+            return Write(self._scratch_region(box), combine)
         assert self.target is not None, f"rank {self.rank} has no target buffer in {self.plan}"
         if combine == "copy" or all(intersect(box, earlier) is None for earlier in self.written):
             combine = "copy"
@@ -195,15 +208,46 @@ class _Preparation:
         self.written.append(box)
         return Write(self._region(box, self.target), combine)
 
-    def _origin(self, origin: Origin) -> Box:
-        box = self.source if origin == "source" else self.target
-        assert box is not None, f"rank {self.rank} has no {origin} buffer in {self.plan}"
-        return box
+    def _read(self, box: Box, origin: Origin) -> Region:
+        if origin == "scratch":
+            return self._scratch_region(box)
+        buffer = self.source if origin == "source" else self.target
+        assert buffer is not None, f"rank {self.rank} has no {origin} buffer in {self.plan}"
+        return self._region(box, buffer)
 
-    def _region(self, box: Box, origin: Box) -> Region:
+    def _scratch_region(self, box: Box) -> Region:
+        numbers = [number for number, buffer in enumerate(self.scratch) if intersect(box, buffer) == box]
+        assert numbers, f"rank {self.rank} has no scratch buffer for {box} in {self.plan}"
+        return self._region(box, self.scratch[numbers[0]], numbers[0])
+
+    def _region(self, box: Box, origin: Box, scratch: int | None = None) -> Region:
         free = self.plan.free_dims
         slices = tuple(slice(None) if dim in free else selected for dim, selected in enumerate(relative(box, origin)))
-        return Region(slices, box_shape(box), free)
+        return Region(slices, box_shape(box), free, scratch)
+
+
+def _scratch_uses(plan: ReshardPlan, rank: int) -> Iterator[Box]:
+    """Yields what `rank` writes into scratch or reads there."""
+    for operation in itertools.chain(*plan.phases):
+        if isinstance(operation, Collective):
+            if operation.origin == "scratch" and rank in operation.ranks:
+                yield operation.contributed[operation.ranks.index(rank)]
+        elif (operation.destination == "scratch" and operation.receiver == rank) or (
+            operation.origin == "scratch" and operation.sender == rank
+        ):
+            yield operation.box
+
+
+def _join_boxes(boxes: Iterable[Box]) -> list[Box]:
+    """Returns disjoint boxes that hold `boxes`: those that share elements are joined."""
+    found: list[Box] = []
+    for box in boxes:
+        while (met := next((other for other in found if intersect(box, other) is not None), None)) is not None:
+            found.remove(met)
+            ends = zip(box, met, strict=True)
+            box = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in ends)
+        found.append(box)
+    return found
 
 
 def _box_of(pieces: Sequence[Piece], rank: int) -> Box | None:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from hgraph.capture import LossFunction
-from hgraph.check_plan import check_plan
 from hgraph.data.batches import GlobalBatch
 from hgraph.data.packed import Packed
 from hgraph.errors import InvalidInput, VerificationError
+from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile, SchemeCost
-from hgraph.strategy import Pool, Strategy
+from hgraph.strategy import Pool
+from hgraph.topology import Topology
 from runtime.cluster import Cluster
 from runtime.facts import trained_names
 from runtime.failure_channel import FailureChannel
@@ -35,7 +36,7 @@ from runtime.messages import Message
 from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import AdamW, learning_rate
 from runtime.program import compile
-from runtime.rank_step import RankOutcome, StepFacts, rank_step
+from runtime.rank_step import RankOutcome, rank_step
 from runtime.reference import reference_step
 from runtime.verify_batches import Assignment, Trial, plan_of
 from runtime.weights import WholeTensors
@@ -99,6 +100,8 @@ class Verifier:
         cluster: Cluster | None = None,
         timeout_s: float = 120.0,
         channel: FailureChannel | None = None,
+        topology: Topology | None = None,
+        bucket_mb: float = 25.0,
     ) -> None:
         _refuse_meta(model)
         self.loss, self.tolerance = loss, tolerance
@@ -115,6 +118,8 @@ class Verifier:
             cluster=cluster,
             timeout_s=timeout_s,
             channel=channel,
+            topology=topology,
+            bucket_mb=bucket_mb,
         )
         self.reference = copy.deepcopy(model).double()
         self._adamw = _reference_optimizer(self.reference, self.optimizer)
@@ -136,8 +141,12 @@ class Verifier:
 
     def run(self, trial: Trial, strategy: str) -> Comparison:
         """Trains both on the trial's batch and returns how they compare, the same on every rank. Collective."""
+        return self.run_plan(trial, self._plan(trial, strategy))
+
+    def run_plan(self, trial: Trial, plan: StepPlan | SequencedPlan) -> Comparison:
+        """Does the same by a given plan, of one strategy or of several that take turns. Collective."""
         program, number = self.program, self.program.step_count
-        outcomes, messages = self._program_step(trial, program.pool[strategy])
+        outcomes, messages = self._program_step(trial, plan)
         gradients = self._gradients.gather({rank: outcome.gradients for rank, outcome in outcomes.items()})
         weights = self._weights.gather({rank: state.weights() for rank, state in program.ranks.items()})
         outcome = next(iter(outcomes.values()))
@@ -148,7 +157,12 @@ class Verifier:
         sent = [message for part in program.cluster.gather(messages) for message in part]
         num_bytes = sum(message.num_bytes for message in sent)
         tokens = trial.batch.num_tokens
-        return Comparison(number, strategy, trial.kind, outcome.loss, tokens, deviations, len(sent), num_bytes)
+        return Comparison(number, plan.strategy, trial.kind, outcome.loss, tokens, deviations, len(sent), num_bytes)
+
+    @property
+    def reference_state(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        """The moments of the reference's optimizer, by its parameters."""
+        return self._adamw.state
 
     def failure_text(self, comparison: Comparison) -> str:
         """Returns what is different and where; empty where the comparison holds."""
@@ -163,16 +177,19 @@ class Verifier:
             f"{self.tolerance:.0e}{others}"
         )
 
-    def _program_step(self, trial: Trial, strategy: Strategy) -> tuple[Mapping[int, RankOutcome], list[Message]]:
+    def _plan(self, trial: Trial, strategy: str) -> StepPlan:
         program, lengths = self.program, trial.batch.lengths
-        profile = program.profile
-        if trial.assignment is None:
-            plan = plan_step(program.pool, profile, lengths, options=PlannerOptions(only=strategy.name))
-            plan = replace(plan, step=program.step_count)
-        else:
-            plan = plan_of(trial.assignment, strategy, profile, lengths, program.step_count)
-        check_plan(plan, program.pool, profile, lengths)
-        facts = StepFacts(program.step_count, trial.batch, plan, strategy)
+        if trial.assignment is not None:
+            return plan_of(trial.assignment, program.pool[strategy], program.profile, lengths, program.step_count)
+        plan = plan_step(program.pool, program.profile, lengths, options=PlannerOptions(only=strategy))
+        return replace(plan, step=program.step_count)
+
+    def _program_step(
+        self, trial: Trial, plan: StepPlan | SequencedPlan
+    ) -> tuple[Mapping[int, RankOutcome], list[Message]]:
+        program = self.program
+        program.check(plan, trial.batch.lengths)
+        facts = program.step_facts(trial.batch, plan)
         generators = {rank: rank_step(state, facts, keep_gradients=True) for rank, state in program.ranks.items()}
         with torch.no_grad():
             outcomes = program.cluster.run(generators)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hgraph.annotation import replicated
+from hgraph.bridge_plan import plan_bridge
+from hgraph.bundles import TensorReshard
 from hgraph.capture import ParameterFacts
-from hgraph.reshard import plan_reshard
 from runtime.bridge import Bridge
-from runtime.layouts import optimizer_annotation
+from runtime.layouts import bucket_elements, optimizer_annotation
 
 if TYPE_CHECKING:
     from runtime.program import Program
@@ -50,16 +51,16 @@ class WholeTensors:
     def __init__(self, program: Program, names: Collection[str]) -> None:
         num_ranks = program.pool.num_ranks
         everywhere = replicated(range(num_ranks))
-        plans = {
-            facts.name: plan_reshard(
-                optimizer_annotation(facts.shape, num_ranks), everywhere, facts.shape, collectives=False
-            )
+        reshards = [
+            TensorReshard(facts.name, optimizer_annotation(facts.shape, num_ranks), everywhere, facts.shape)
             for facts in program.captured.parameters
             if facts.name in names
-        }
+        ]
+        size = bucket_elements(program.bucket_mb, program.master_dtype)
+        plan = plan_bridge(reshards, program.topology, bucket_elements=size)
         self._cluster = program.cluster
         self._bridges = {
-            rank: Bridge(plans, rank, program.master_dtype, program.cluster.device)
+            rank: Bridge(plan, rank, program.master_dtype, program.cluster.device)
             for rank in program.cluster.local_ranks
         }
 

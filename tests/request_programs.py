@@ -7,7 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.requests import AllGather, AllReduce, AllToAll, Exchange, RankGenerator, Receive, ReduceScatter, Send
+from runtime.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Await,
+    Exchange,
+    Join,
+    Post,
+    RankGenerator,
+    Receive,
+    ReduceScatter,
+    Send,
+    Signal,
+    Start,
+    Wait,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 GROUPS = ((0,), (1, 0), (3, 1), (2, 0, 1), (1, 3, 2), (0, 1, 2, 3), (3, 0, 2, 1))
@@ -80,3 +95,38 @@ def check_results(rank: int, group: tuple[int, ...], dtype: torch.dtype, results
     assert results.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def tasks_and_posts(rank: int, num_ranks: int) -> RankGenerator[tuple[float, float, list[float]]]:
+    """Passes numbers round a ring: two posts at one time, and a task that waits for the rank and is waited for."""
+    next_rank, last_rank = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+
+    def task() -> RankGenerator[float]:
+        yield Signal("halfway")
+        yield Await("go on")
+        receive = Receive(last_rank, (1,), torch.float32, 5)
+        (received,) = yield Exchange([Send(next_rank, torch.tensor([rank + 0.5]), 5)], [receive], "in the task")
+        yield Signal("all computed")
+        return received.item()
+
+    posts = []
+    for number, label in enumerate(("first", "second")):
+        send = Send(next_rank, torch.tensor([float(10 * number + rank)]))
+        posts.append((yield Post(Exchange([send], [Receive(last_rank, (1,), torch.float32)], label))))
+    started = yield Start(task(), "task")
+    yield Await("halfway")
+    total = yield AllReduce(tuple(range(num_ranks)), torch.ones(1), "sum", "meanwhile")
+    yield Signal("go on")
+    yield Await("all computed")
+    seconds = yield Wait(posts[1])
+    firsts = yield Wait(posts[0])
+    return (yield Join(started)), total.item(), [tensor.item() for tensor in (*firsts, *seconds)]
+
+
+def check_tasks(results: dict[int, tuple[float, float, list[float]]]) -> None:
+    """Asserts what `tasks_and_posts` returned on each rank."""
+    for rank, (from_task, total, received) in results.items():
+        last_rank = (rank - 1) % len(results)
+        assert from_task == last_rank + 0.5
+        assert total == len(results)
+        assert received == [last_rank, 10 + last_rank]

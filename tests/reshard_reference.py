@@ -57,15 +57,21 @@ def run(plan: ReshardPlan, sources: Buffers) -> Buffers:
     origins = {piece.rank: piece.box for piece in source_map.pieces}
     places = {piece.rank: piece.box for piece in target_map.pieces}
     targets = {rank: np.full([stop - start for start, stop in box], neutral) for rank, box in places.items()}
+    scratch: Buffers = {}
 
     def read(rank: int, box: Box, origin: str) -> np.ndarray:
+        if origin == "scratch":
+            return scratch[rank][_slices(box)].copy()
         buffers, boxes = (sources, origins) if origin == "source" else (targets, places)
         return _global_view(buffers[rank], boxes[rank], plan.shape)[_slices(box)].copy()
 
     for phase in plan.phases:
         writes = [write for operation in phase for write in _writes(operation, read)]
-        for rank, box, array, combine in writes:
-            view = targets[rank][*relative(box, places[rank]), ...]
+        for rank, box, array, combine, destination in writes:
+            if destination == "scratch":
+                view = scratch.setdefault(rank, np.full(plan.shape, np.nan))[_slices(box)]
+            else:
+                view = targets[rank][*relative(box, places[rank]), ...]
             if combine == "copy":
                 view[...] = array
             else:
@@ -85,19 +91,22 @@ def _slices(box: Box) -> tuple[Any, ...]:
 
 
 def _writes(operation, read):
-    """Yields (rank, box, array, combine) for all that an operation writes."""
+    """Yields (rank, box, array, combine, destination) for all that an operation writes."""
     if isinstance(operation, Move):
         yield (
             operation.receiver,
             operation.box,
             read(operation.sender, operation.box, operation.origin),
             operation.combine,
+            operation.destination,
         )
     elif operation.kind in ("all_reduce", "reduce_scatter"):
         for rank, box in zip(operation.ranks, operation.received, strict=True):
+            if any(start == stop for start, stop in box):
+                continue
             arrays = [read(other, box, operation.origin) for other in operation.ranks]
             reduce = np.sum if operation.combine == "sum" else np.max
-            yield rank, box, reduce(arrays, axis=0), "copy"
+            yield rank, box, reduce(arrays, axis=0), "copy", "target"
     else:
         yield from _exchanges(operation, read)
 
@@ -108,7 +117,7 @@ def _exchanges(operation: Collective, read):
             pairs = zip(contributed, received, strict=True)
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
             if all(start < stop for start, stop in common):
-                yield receiver, common, read(sender, common, operation.origin), "copy"
+                yield receiver, common, read(sender, common, operation.origin), "copy", "target"
 
 
 def is_value(pieces: ShardMap, buffers: Buffers, value: np.ndarray) -> bool:

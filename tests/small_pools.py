@@ -104,7 +104,7 @@ def _run(
 ) -> dict[int, RankOutcome]:
     chosen = program.pool[name]
     plan = plan_of(assignment, chosen, program.profile, batch.lengths, program.step_count)
-    facts = StepFacts(program.step_count, batch, plan, chosen)
+    facts = StepFacts(program.step_count, batch, (plan,), (chosen,))
     generators = {
         rank: rank_step(state, facts, keep_gradients=not update, update=update) for rank, state in program.ranks.items()
     }

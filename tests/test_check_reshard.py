@@ -14,7 +14,9 @@ from hgraph.errors import PlanError
 from hgraph.reshard import plan_reshard
 from hgraph.reshard_plan import Collective, Move, Operation, ReshardPlan
 from hgraph.shard_map import Box
+from hgraph.topology import Topology
 from tests.annotations import Pair, annotation_pairs
+from tests.bridge_samples import nodes
 from tests.reshard_reference import is_right
 
 WHOLE: Box = ((0, 4),)
@@ -58,6 +60,85 @@ REFUSED = {
         "0-1[S(0)]",
         [[Move(0, 0, LEFT), Move(0, 1, RIGHT)]],
         "non-redundant: rank 1 holds",
+    ),
+    "reading scratch that is empty": (
+        "0[]",
+        "1[]",
+        [[Move(0, 1, WHOLE, origin="scratch")]],
+        "exact: rank 0 reads .* of its scratch buffer, which holds nothing yet",
+    ),
+    "reading scratch that the same phase writes": (
+        "0-1[P]",
+        "2[]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch")],
+            [Move(1, 0, WHOLE, "sum", destination="scratch"), Move(0, 2, WHOLE, origin="scratch")],
+        ],
+        "exact: rank 0 reads .* in the same phase that writes it",
+    ),
+    "a sum into empty scratch": (
+        "0-1[P]",
+        "2[]",
+        [[Move(0, 0, WHOLE, "sum", destination="scratch")]],
+        "exact: rank 0 combines .* into empty scratch",
+    ),
+    "a copy into scratch twice": (
+        "0-1[P]",
+        "2[]",
+        [[Move(0, 0, WHOLE, destination="scratch"), Move(1, 0, WHOLE, destination="scratch")]],
+        "non-redundant: rank 0 gets .* twice in scratch",
+    ),
+    "a sum in scratch that nobody reads": (
+        "0-1[P]",
+        "2[]",
+        [[Move(0, 0, WHOLE, destination="scratch"), Move(0, 2, WHOLE, "sum"), Move(1, 2, WHOLE, "sum")]],
+        "non-redundant: nobody reads .* of the scratch buffer of rank 0",
+    ),
+    "a term added to scratch after it was read": (
+        "0-1[P]",
+        "2[]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch")],
+            [Move(0, 2, WHOLE, origin="scratch"), Move(1, 2, WHOLE, "sum")],
+            [Move(1, 0, WHOLE, "sum", destination="scratch")],
+        ],
+        "non-redundant: nobody reads .* of the scratch buffer of rank 0",
+    ),
+    "part of a sum in scratch that nobody reads": (
+        "0-1[P]",
+        "2[]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch"), Move(0, 2, RIGHT), Move(1, 2, RIGHT, "sum")],
+            [Move(0, 2, LEFT, origin="scratch"), Move(1, 2, LEFT, "sum")],
+        ],
+        r"non-redundant: nobody reads \(\(2, 4\),\) of the scratch buffer of rank 0",
+    ),
+    "sending into scratch what is held": (
+        "0-3[2x2: P, R]",
+        "4[]",
+        [[Move(0, 1, WHOLE, destination="scratch")]],
+        "non-redundant: rank 1 holds",
+    ),
+    "sending into scratch what came into the target": (
+        "0[]",
+        "1-2[R]",
+        [[Move(0, 1, WHOLE)], [Move(0, 1, WHOLE, destination="scratch")], [Move(1, 2, WHOLE, origin="scratch")]],
+        "non-redundant: rank 1 holds",
+    ),
+    "sending what the receiver has in scratch": (
+        "0[]",
+        "1-2[R]",
+        [[Move(0, 1, WHOLE, destination="scratch")], [Move(0, 1, WHOLE), Move(1, 2, WHOLE, origin="scratch")]],
+        "non-redundant: rank 1 holds",
+    ),
+    "a term in scratch that counts twice": (
+        "0-1[P]",
+        "2[]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch"), Move(1, 0, WHOLE, "sum", destination="scratch")],
+            [Move(0, 2, WHOLE, origin="scratch"), Move(1, 2, WHOLE, "sum")],
+        ],
+        "complete: .* got",
     ),
     "an element that nobody gets": ("0[]", "1[]", [[Move(0, 1, LEFT)]], "complete: .* got"),
     "a term that is missing": ("0-1[P]", "2[]", [[Move(0, 2, WHOLE, "sum")]], "complete: .* got"),
@@ -124,6 +205,24 @@ REFUSED = {
         [[Collective("all_gather", (0, 1), (LEFT, RIGHT), (WHOLE, WHOLE), "sum")]],
         "well formed: expected combine='copy' of all_gather",
     ),
+    "an all-to-all of overlapping boxes": (
+        "0-1[R]",
+        "0-1[S(0)]",
+        [[Collective("all_to_all", (0, 1), (WHOLE, RIGHT), (LEFT, RIGHT))]],
+        "well formed: boxes do not fit the kind",
+    ),
+    "a rank that gets nothing of a gather": (
+        "0-1[S(0)]",
+        "0-1[R]",
+        [[Collective("all_gather", (0, 1), (LEFT, RIGHT), (WHOLE, ((0, 0),)))]],
+        "well formed: expected no empty box",
+    ),
+    "nothing that is written in another way": (
+        "0-1[P]",
+        "0[]",
+        [[Collective("reduce_scatter", (0, 1), (WHOLE, WHOLE), (WHOLE, EMPTY), "sum")]],
+        "well formed: expected no empty box",
+    ),
     "an all-to-all that drops what it takes": (
         "0-1[S(0)]",
         "0-1[S(0)]",
@@ -147,12 +246,55 @@ def test_the_checker_refuses_a_free_dim_that_is_cut() -> None:
         check_reshard(ReshardPlan(*parsed, (4,), ((Move(0, 1, LEFT), Move(0, 1, RIGHT)),), (0,)))
 
 
-def test_the_checker_refuses_an_all_gather_along_two_dims() -> None:
+def test_a_gather_along_two_dims_has_every_part() -> None:
     parsed = (Annotation.parse("0-3[2x2: S(0), S(1)]"), Annotation.parse("0-3[R]"))
     quarters: tuple[Box, ...] = tuple((rows, columns) for rows in (*LEFT, *RIGHT) for columns in (*LEFT, *RIGHT))
     gather = Collective("all_gather", (0, 1, 2, 3), quarters, ((*WHOLE, *WHOLE),) * 4)
+    check_reshard(ReshardPlan(*parsed, (4, 4), ((gather,),)))
+    three = Collective("all_gather", (0, 1, 2), quarters[:3], ((*WHOLE, *WHOLE),) * 3)
     with pytest.raises(PlanError, match="^reshard plan is not well formed: boxes do not fit the kind"):
-        check_reshard(ReshardPlan(*parsed, (4, 4), ((gather,),)))
+        check_reshard(ReshardPlan(*parsed, (4, 4), ((three,),)))
+
+
+RIGHT_WITH_SCRATCH = {
+    "a sum on its way": (
+        "0-1[P]",
+        "2[]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch"), Move(1, 0, WHOLE, "sum", destination="scratch")],
+            [Move(0, 2, WHOLE, origin="scratch")],
+        ],
+    ),
+    "a sum read in parts, by two ranks": (
+        "0-1[P]",
+        "2-3[S(0)]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch"), Move(1, 0, WHOLE, "sum", destination="scratch")],
+            [Move(0, 2, LEFT, origin="scratch"), Move(0, 3, RIGHT, origin="scratch")],
+        ],
+    ),
+    "a value that a stranger passes on": (
+        "0[]",
+        "2[]",
+        [[Move(0, 1, WHOLE, destination="scratch")], [Move(1, 2, WHOLE, origin="scratch")]],
+    ),
+    "a sum that its own rank takes over": (
+        "0-1[P(max)]",
+        "0[]",
+        [
+            [Move(0, 0, WHOLE, destination="scratch"), Move(1, 0, WHOLE, "max", destination="scratch")],
+            [Move(0, 0, WHOLE, origin="scratch")],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_WITH_SCRATCH)
+def test_the_checker_accepts_sums_on_their_way(name: str) -> None:
+    source, target, phases = RIGHT_WITH_SCRATCH[name]
+    plan = ReshardPlan(Annotation.parse(source), Annotation.parse(target), (4,), tuple(map(tuple, phases)))
+    check_reshard(plan)
+    assert is_right(plan)
 
 
 # Corrupted plans
@@ -160,18 +302,23 @@ def test_the_checker_refuses_an_all_gather_along_two_dims() -> None:
 
 @st.composite
 def mutants(draw: st.DrawFn, plan: ReshardPlan) -> tuple[str, ReshardPlan]:
-    """Draws a corruption of a plan: an operation dropped or doubled, a box or a rank changed."""
+    """Draws a corruption of a plan: an operation dropped or doubled, a box, a rank or a buffer changed."""
     phase = draw(st.integers(0, len(plan.phases) - 1))
     operations = list(plan.phases[phase])
     assume(operations)
     index = draw(st.integers(0, len(operations) - 1))
-    change = draw(st.sampled_from(["drop", "double", "box", "rank"]))
+    change = draw(st.sampled_from(["drop", "double", "box", "rank", "buffer"]))
     if change == "drop":
         del operations[index]
     elif change == "double":
         operations.insert(draw(st.integers(0, len(operations))), operations[index])
     elif change == "box":
         operations[index] = draw(_other_box(operations[index], plan.shape))
+    elif change == "buffer":
+        origin = draw(st.sampled_from(["source", "target", "scratch"]))
+        destination = {"destination": draw(st.sampled_from(["target", "scratch"]))}
+        options = destination if isinstance(operations[index], Move) else {}
+        operations[index] = replace(operations[index], origin=origin, **options)
     else:
         ranks = sorted({*plan.source.ranks, *plan.target.ranks, 8})
         operations[index] = draw(_other_rank(operations[index], ranks))
@@ -205,20 +352,25 @@ def _other_rank(draw: st.DrawFn, operation: Operation, ranks: list[int]) -> Oper
     return replace(operation, ranks=(*operation.ranks[:index], rank, *operation.ranks[index + 1 :]))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
-@given(annotation_pairs(), st.booleans(), st.data())
-def test_a_corrupted_plan_is_refused(pair: Pair, collectives: bool, data: st.DataObject) -> None:
-    plan = plan_reshard(pair.source, pair.target, pair.shape, collectives=collectives)
+NODES = [None, nodes((0, 3, 5), (1, 2), (4, 6, 7))]
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.filter_too_much])
+@given(annotation_pairs(), st.booleans(), st.sampled_from(NODES), st.data())
+def test_a_corrupted_plan_is_refused(
+    pair: Pair, collectives: bool, topology: Topology | None, data: st.DataObject
+) -> None:
+    plan = plan_reshard(pair.source, pair.target, pair.shape, collectives=collectives, topology=topology)
     assume(plan.phases)
     change, mutant = data.draw(mutants(plan))
-    if change == "rank" and _is_right_after_all(mutant):
+    if change in ("rank", "buffer") and _is_right_after_all(mutant):
         return
     with pytest.raises(PlanError):
         check_reshard(mutant)
 
 
 def _is_right_after_all(mutant: ReshardPlan) -> bool:
-    """Whether a plan with another rank moves the same values from another holder, or uselessly from one."""
+    """Whether a plan moves the same values from another holder or another buffer, or uselessly."""
     try:
         return is_right(mutant)
     except (KeyError, ValueError):  # a rank without a buffer, or a box outside it

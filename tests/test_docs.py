@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["concepts.md"])
+@pytest.mark.parametrize("page", ["concepts.md", "resharding.md"])
 def test_examples_of_a_page(page: str) -> None:
     failures, tried = doctest.testfile(str(DOCS / page), module_relative=False)
     assert tried > 0 and failures == 0

@@ -19,10 +19,10 @@ from runtime.failure_channel import FailureChannel, rank_guard
 from runtime.gloo import ProcessTransport
 from runtime.messages import Message
 from runtime.process_groups import create_groups, init_process_group_from_env
-from runtime.requests import AllReduce, Exchange, RankGenerator, Receive, Send
+from runtime.requests import AllReduce, Await, Exchange, Join, RankGenerator, Receive, Send, Start
 from runtime.virtual_cluster import VirtualCluster
 from tests.gloo_workers import GlooPool, WorkersFailed
-from tests.request_programs import DTYPES, GROUPS, check_results, every_request
+from tests.request_programs import DTYPES, GROUPS, check_results, check_tasks, every_request, tasks_and_posts
 
 pytestmark = pytest.mark.gloo
 
@@ -49,6 +49,95 @@ def test_every_request_and_its_log_equal_the_virtual_cluster(gloo: GlooPool) -> 
             assert log == cluster.log_of(rank)
             if rank in group:
                 check_results(rank, group, dtype, results)
+
+
+def drive_tasks(overlap: bool) -> tuple[Any, list[Message], list[str]]:
+    rank = dist.get_rank()
+    transport = ProcessTransport(create_groups([(0, 1, 2)], 20.0), overlap=overlap)
+    result = transport.drive(tasks_and_posts(rank, 3))
+    transport.close()
+    return result, transport.log, [event.text for event in transport.trace]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["threads", "no threads"])
+def test_tasks_posts_and_events(gloo: GlooPool, overlap: bool) -> None:
+    by_rank = gloo.run(drive_tasks, overlap, num_ranks=3)
+    check_tasks({rank: result for rank, (result, _, _) in enumerate(by_rank)})
+    cluster = VirtualCluster(3)
+    cluster.run({rank: tasks_and_posts(rank, 3) for rank in range(3)})
+    for rank, (_, log, trace) in enumerate(by_rank):
+        assert log == cluster.log_of(rank)
+        assert trace == ["halfway", "go on", "all computed"]
+
+
+def fail_in_task_while_waiting() -> None:
+    """Rank 0 waits for rank 1, which waits for it too, when its task fails."""
+    channel = FailureChannel.on_default_store(heartbeat_s=0.2, stale_s=5.0, exit_when_stuck=False)
+    transport = ProcessTransport(create_groups([], 3.0), channel=channel)
+
+    def task() -> RankGenerator[None]:
+        time.sleep(0.5)  # by now the rank itself waits
+        raise ValueError("token 99 is out of vocabulary")
+        yield
+
+    def program() -> RankGenerator[None]:
+        if dist.get_rank() == 0:
+            yield Start(task(), "outer")
+        yield Exchange(receives=[Receive(1 - dist.get_rank(), (1,), torch.float32)], label="3F0")
+
+    with rank_guard(channel):
+        transport.drive(program())
+
+
+def test_the_error_of_a_task_is_known_before_its_rank_has_ended_its_wait(gloo: GlooPool) -> None:
+    with pytest.raises(WorkersFailed) as caught:
+        gloo.run(fail_in_task_while_waiting, num_ranks=2)
+    for text in caught.value.texts.values():
+        assert "first failure: rank 0: ValueError: token 99 is out of vocabulary" in text
+
+
+def fail_in_task(overlap: bool, fault: str) -> None:
+    transport = ProcessTransport(create_groups([], 2.0), overlap=overlap)
+
+    def task() -> RankGenerator[None]:
+        if fault == "error":
+            raise ValueError("token 99 is out of vocabulary")
+        if fault == "silence":
+            yield Exchange(receives=[Receive(1, (1,), torch.float32)], label="bridge parameters")
+        if fault == "event":
+            yield Await("never")
+        if fault == "collective":
+            yield AllReduce((0,), torch.ones(1))
+
+    def program() -> RankGenerator[None]:
+        started = yield Start(task(), "outer")
+        if fault == "nobody":
+            yield Await("never")
+        if fault != "lost":
+            yield Join(started)
+
+    if dist.get_rank() == 0:
+        transport.drive(program())
+    else:
+        time.sleep(4.0 if fault == "silence" else 0.5)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["threads", "no threads"])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("error", "ValueError: token 99 is out of vocabulary"),
+        ("silence", r"rank 0: waited \d\.\d s .* for exchange 'bridge parameters', a message from rank 1"),
+        ("collective", "task 'outer': expected messages, signals and waits for them, got AllReduce"),
+        ("nobody", "the event 'never' will never come: no task is left"),
+        ("event", "the end of task 'outer' will never come: task 'outer' waits for 'never'"),
+        ("lost", "started and never joined: 'outer'"),
+    ],
+)
+def test_faults_of_tasks_reach_the_rank(gloo: GlooPool, overlap: bool, fault: str, text: str) -> None:
+    with pytest.raises(WorkersFailed, match=text) as caught:
+        gloo.run(fail_in_task, overlap, fault, num_ranks=2)
+    assert list(caught.value.texts) == [0]
 
 
 def reduce_noise(num_elements: int) -> Tensor:

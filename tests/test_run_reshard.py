@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hgraph.annotation import Annotation, replicated, sharded
+from hgraph.bridge_plan import plan_bridge
+from hgraph.check_reshard import check_reshard
 from hgraph.errors import InvalidInput
 from hgraph.reshard import plan_reshard
 from hgraph.reshard_plan import Collective, Move, ReshardPlan
@@ -23,6 +25,7 @@ from runtime.process_groups import create_groups
 from runtime.reshard import prepare, run_reshard
 from runtime.virtual_cluster import VirtualCluster
 from tests.annotations import Pair, annotation_pairs, annotations, layouts, shapes
+from tests.bridge_samples import BridgeSample, bridge_samples, nodes
 from tests.gloo_workers import GlooPool
 from tests.reshard_reference import Buffers, is_value, scatter
 
@@ -91,10 +94,20 @@ def drive_plans(jobs: list[tuple[ReshardPlan, dict[int, Tensor]]]) -> list[tuple
     return answers
 
 
-@pytest.mark.gloo
-@given(st.lists(plans_on_four_ranks(), min_size=40, max_size=40))
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
-def test_gloo_does_what_the_virtual_cluster_does(gloo: GlooPool, plans: list[ReshardPlan]) -> None:
+def plans_with_relays() -> st.SearchStrategy[ReshardPlan]:
+    """Draws plans of one tensor of a bridge, and of `plan_reshard` with a topology, on up to four ranks."""
+    return st.builds(_plan_with_relays, bridge_samples(1, max_ranks=4), st.sampled_from([None, False, True]))
+
+
+def _plan_with_relays(sample: BridgeSample, collectives: bool | None) -> ReshardPlan:
+    (reshard,), topology = sample.reshards, sample.topology
+    if collectives is None:
+        return plan_bridge(sample.reshards, topology).reshard_plan(reshard.name)
+    return plan_reshard(reshard.source, reshard.target, reshard.shape, collectives=collectives, topology=topology)
+
+
+def compare_with_gloo(gloo: GlooPool, plans: list[ReshardPlan]) -> None:
+    """Runs plans on four processes and on the virtual cluster: the same messages, and results equal to the last bit."""
     sources = [tensors_of(sources_of(plan, seed)[1]) for seed, plan in enumerate(plans)]
     by_rank = gloo.run(drive_plans, list(zip(plans, sources, strict=True)))
     for index, (plan, tensors) in enumerate(zip(plans, sources, strict=True)):
@@ -104,6 +117,94 @@ def test_gloo_does_what_the_virtual_cluster_does(gloo: GlooPool, plans: list[Res
             assert log == cluster.log_of(rank), str(plan)
             assert (result is None) == (rank not in results), str(plan)
             assert result is None or torch.equal(result, results[rank]), str(plan)
+
+
+@pytest.mark.gloo
+@given(st.lists(plans_on_four_ranks(), min_size=40, max_size=40))
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+def test_gloo_does_what_the_virtual_cluster_does(gloo: GlooPool, plans: list[ReshardPlan]) -> None:
+    compare_with_gloo(gloo, plans)
+
+
+@pytest.mark.gloo
+@given(st.lists(plans_with_relays(), min_size=10, max_size=10))
+@settings(max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate])
+def test_gloo_relays_as_the_virtual_cluster_does(gloo: GlooPool, plans: list[ReshardPlan]) -> None:
+    compare_with_gloo(gloo, plans)
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+@given(st.lists(plans_with_relays(), min_size=50, max_size=50))
+@settings(
+    max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+def test_gloo_relays_two_hundred_times_as_the_virtual_cluster_does(gloo: GlooPool, plans: list[ReshardPlan]) -> None:
+    compare_with_gloo(gloo, plans)
+
+
+def test_sums_for_others_live_in_scratch_buffers_of_their_boxes() -> None:
+    box, left = ((2, 4), (0, 3)), ((0, 1), (0, 3))
+    moves = (
+        tuple(
+            Move(rank, 0, part, "sum" if rank else "copy", destination="scratch")
+            for part in (box, left)
+            for rank in range(3)
+        ),
+        (
+            Move(0, 3, box, origin="scratch"),
+            Move(0, 3, left, origin="scratch"),
+            *(Move(rank, 3, ((1, 2), (0, 3)), "sum") for rank in range(3)),
+        ),
+    )
+    plan = ReshardPlan(Annotation.parse("0-2[P]"), Annotation.parse("3[]"), (4, 3), moves)
+    check_reshard(plan)
+    assert [region.shape for region in prepare(plan, 0).scratch] == [(2, 3), (1, 3)]
+    assert [prepare(plan, rank).scratch for rank in (1, 2, 3)] == [()] * 3
+    tensors = {rank: torch.full((4, 3), 10.0**rank, dtype=torch.float64) for rank in range(3)}
+    results, cluster = run_on_cluster(plan, tensors)
+    assert torch.equal(results[3], torch.full((4, 3), 111.0, dtype=torch.float64))
+    assert sorted(map(str, cluster.log)) == [
+        "send 0->3 96 B 'reshard'",
+        "send 1->0 72 B 'reshard'",
+        "send 1->3 24 B 'reshard'",
+        "send 2->0 72 B 'reshard'",
+        "send 2->3 24 B 'reshard'",
+    ]
+
+
+def test_scratch_boxes_that_are_read_together_share_a_buffer() -> None:
+    whole, left, right = ((0, 4),), ((0, 2),), ((2, 4),)
+    phases = (
+        (Move(0, 1, left, destination="scratch"), Move(0, 1, right, destination="scratch")),
+        (Move(1, 2, whole, origin="scratch"),),
+    )
+    plan = ReshardPlan(Annotation.parse("0[]"), Annotation.parse("2[]"), (4,), phases)
+    check_reshard(plan)
+    assert [region.shape for region in prepare(plan, 1).scratch] == [(4,)]
+    assert_right(plan)
+
+
+def test_a_rank_that_only_passes_on_ends_with_nothing() -> None:
+    box = ((0, 4),)
+    phases = ((Move(0, 1, box, destination="scratch"),), (Move(1, 2, box, origin="scratch"),))
+    for target in ("2[]", "1-2[S(0:0,4)]"):
+        plan = ReshardPlan(Annotation.parse("0[]"), Annotation.parse(target), (4,), phases)
+        check_reshard(plan)
+        assert_right(plan)
+
+
+def test_a_prepared_sum_in_scratch_holds_for_every_length_of_its_free_dims() -> None:
+    topology = nodes((0, 1), (2,))
+    plan = plan_reshard(Annotation.parse("0-1[P]"), Annotation.parse("2[]"), (0, 5), topology=topology, free_dims=(0,))
+    prepared = {rank: prepare(plan, rank) for rank in range(3)}
+    for length in (0, 1, 4):
+        runs = {}
+        for rank in range(3):
+            tensor = torch.ones((length, 5), dtype=torch.float64) if rank < 2 else None
+            options = {"label": "reshard", "dtype": torch.float64, "shape": (length, 5)}
+            runs[rank] = run_reshard(prepared[rank], rank, tensor, **options)
+        assert torch.equal(VirtualCluster(3).run(runs)[2], torch.full((length, 5), 2.0, dtype=torch.float64))
 
 
 @pytest.mark.case(84)

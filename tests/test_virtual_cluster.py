@@ -7,10 +7,25 @@ import torch
 from torch import Tensor
 
 from hgraph.errors import PlanError
-from runtime.messages import Message
-from runtime.requests import AllGather, AllReduce, AllToAll, Exchange, RankGenerator, Receive, ReduceScatter, Send
+from runtime.messages import Event, Message
+from runtime.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Await,
+    Exchange,
+    Join,
+    Post,
+    RankGenerator,
+    Receive,
+    ReduceScatter,
+    Send,
+    Signal,
+    Start,
+    Wait,
+)
 from runtime.virtual_cluster import VirtualCluster
-from tests.request_programs import DTYPES, GROUPS, check_results, every_request
+from tests.request_programs import DTYPES, GROUPS, check_results, check_tasks, every_request, tasks_and_posts
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
@@ -103,6 +118,101 @@ def test_log_of_a_rank_and_of_the_cluster() -> None:
         "all_gather 0,1 4 B 'gather'",
         "send 0->1 tag 4 24 B 'send'",
     ]
+
+
+def test_tasks_posts_and_events() -> None:
+    cluster = VirtualCluster(3)
+    check_tasks(cluster.run({rank: tasks_and_posts(rank, 3) for rank in range(3)}))
+    assert [event.text for event in cluster.trace if event.rank == 1] == ["halfway", "go on", "all computed"]
+    assert [event.when for event in cluster.trace] == list(range(9))
+    kinds = [(message.kind, message.label) for message in cluster.log_of(1)]
+    assert kinds == [
+        ("send", "first"),
+        ("receive", "first"),
+        ("send", "second"),
+        ("receive", "second"),
+        ("all_reduce", "meanwhile"),
+        ("send", "in the task"),
+        ("receive", "in the task"),
+    ], "messages of a task come where it was joined"
+
+
+def test_a_message_is_received_into_the_buffer_given() -> None:
+    def program(rank: int, buffer: Tensor) -> RankGenerator[Tensor]:
+        posted = yield Post(Exchange([Send(1 - rank, torch.full((2,), float(rank)))], [_into(1 - rank, buffer)]))
+        (received,) = yield Wait(posted)
+        return received
+
+    buffers = [torch.zeros(2), torch.zeros(2)]
+    results = VirtualCluster(2).run({rank: program(rank, buffer) for rank, buffer in enumerate(buffers)})
+    assert [buffer.tolist() for buffer in buffers] == [[1.0, 1.0], [0.0, 0.0]]
+    assert results[0].data_ptr() == buffers[0].data_ptr()
+    with pytest.raises(PlanError, match=r"expected a contiguous buffer of float32\[2\], got float32\[3\]"):
+        VirtualCluster(2).run({0: program(0, torch.zeros(3)), 1: program(1, torch.zeros(2))})
+
+
+def _into(peer: int, buffer: Tensor) -> Receive:
+    return Receive(peer, (2,), torch.float32, buffer=buffer)
+
+
+def test_its_own_generator_goes_before_the_tasks_of_a_rank() -> None:
+    def task() -> RankGenerator[None]:
+        yield Signal("ready")
+        yield Signal("task goes on")
+
+    def program() -> RankGenerator[None]:
+        started = yield Start(task(), "task")
+        yield Await("ready")
+        yield Signal("rank goes on")
+        yield Join(started)
+
+    cluster = VirtualCluster(1)
+    cluster.run({0: program()})
+    assert cluster.trace == [Event(0, 0, "ready"), Event(1, 0, "task goes on"), Event(2, 0, "rank goes on")]
+
+
+def faulty_program(fault: str) -> RankGenerator[None]:
+    def task() -> RankGenerator[None]:
+        if fault == "collective":
+            yield AllReduce((0,), torch.ones(1), "sum", "x")
+        elif fault == "start":
+            yield Start(task(), "inner")
+        elif fault == "stuck":
+            yield Await("never")
+        else:
+            yield Signal("done")
+
+    started = yield Start(task(), "outer")
+    if fault == "post":
+        yield Post(Exchange(label="lost"))
+    if fault == "twice":
+        posted = yield Post(Exchange(label="again"))
+        yield Wait(posted)
+        yield Wait(posted)
+    if fault != "join":
+        yield Join(started)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("collective", "task 'outer': expected messages, signals and waits for them, got AllReduce"),
+        ("start", "task 'outer': expected messages, signals and waits for them, got Start"),
+        ("join", "rank 0, task 'outer' was started and never joined"),
+        ("post", "rank 0: posted and never waited for: 'lost'"),
+        ("twice", "rank 0: exchange 'again' of nothing was not posted here, or has been waited for"),
+        (
+            "stuck",
+            "deadlock: no rank can advance\n"
+            "  rank 0 waits for the end of task 'outer'\n"
+            "  rank 0, task 'outer' waits for event 'never'",
+        ),
+    ],
+)
+def test_faults_of_tasks_and_posts(fault: str, text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        VirtualCluster(1).run({0: faulty_program(fault)})
+    assert str(caught.value) == text
 
 
 def test_mismatch_names_both_ranks_and_requests() -> None:

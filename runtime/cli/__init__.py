@@ -19,6 +19,8 @@ COMMANDS = {
     "plan": "Show what would happen to sequences of given lengths, and why.",
     "check": "Report everything that is wrong with a strategy file.",
     "dump": "Write what a pool compiles to, as text and pictures.",
+    "switch": "Show what a change of layout moves, beside the least that it could.",
+    "reshard": "Show how one tensor gets from one annotation to another.",
 }
 """Name -> what it does. Each is `command` of the module `runtime.cli.<name>`."""
 
@@ -80,6 +82,7 @@ def main(debug: bool) -> None:
       hgraph check examples/first_light/strategies.yaml
       hgraph plan --pool examples/first_light/strategies.yaml --lengths 100,2000,20x300
       hgraph dump --pool examples/first_light/strategies.yaml --strategy tp2.pp2 --out dumps
+      hgraph reshard "0-3[S(0)]" "0-3[S(1)]" --shape 8x6
 
     `hgraph COMMAND --help` shows the options of a command, with examples.
     """

@@ -27,16 +27,20 @@ if TYPE_CHECKING:
 
     from hgraph.capture import Captured
     from hgraph.model_facts import ModelFacts
+    from hgraph.topology import Topology
     from runtime.config import RunConfig
 
 __all__ = [
     "captured_model",
     "check_folder",
+    "cluster_option",
     "config_option",
     "json_option",
+    "load_cluster",
     "load_run_config",
     "make_model",
     "out",
+    "picture_option",
     "pool_option",
     "print_json",
     "read_json",
@@ -71,6 +75,18 @@ def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(function)
 
 
+def cluster_option(function: Function) -> Function:
+    """Adds `--cluster NAME|FILE`."""
+    text = "Nodes and links: a cluster file, or a name such as 8x8-a800 (docs/clusters.md)."
+    return click.option("--cluster", "cluster", metavar="NAME|FILE", help=text)(function)
+
+
+def picture_option(function: Function) -> Function:
+    """Adds `--picture FILE.svg`."""
+    text = "Draw who sends how much to whom as a heat map."
+    return click.option("--picture", "picture", metavar="FILE.svg", help=text)(function)
+
+
 def settings_argument(function: Function) -> Function:
     """Adds `[KEY=VALUE]...`, settings over those of the configuration."""
     return click.argument("settings", metavar="[KEY=VALUE]...", nargs=-1)(function)
@@ -93,6 +109,19 @@ def load_run_config(config_path: str | None, pool_path: str | None, settings: Se
     if config_path is not None:
         return load_config(config_path, overrides)
     return parse_config("{}", "defaults", overrides, folder=Path.cwd())
+
+
+def load_cluster(path_or_name: str, num_ranks: int) -> Topology:
+    """Returns the cluster of a file or name; raises `InvalidInput` where it has fewer than `num_ranks` ranks."""
+    from hgraph.topology_file import load_topology
+
+    topology = load_topology(path_or_name)
+    if topology.num_ranks < num_ranks:
+        raise InvalidInput(
+            f"--cluster {path_or_name}: expected {num_ranks} ranks or more, for ranks 0 to {num_ranks - 1} take part; "
+            f"got {topology.num_ranks}"
+        )
+    return topology
 
 
 def make_model(config: RunConfig, *, on_meta: bool = False) -> nn.Module:

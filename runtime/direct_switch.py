@@ -1,0 +1,63 @@
+"""Direct switches: from the compute layout of one strategy to that of another in the middle of a step.
+
+Parameters go from the nearest copy; what a rank has accumulated of gradients becomes a term of the next strategy's
+gradients, so that the owners still get everything in one hop at the end (HotSPa, SOSP 2024, switches strategies within
+an iteration; Hydraulis, arXiv 2412.07894, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hgraph.bridge_plan import BridgePlan
+from runtime.bridge import Bridge
+from runtime.buffer_pool import BufferPool
+from runtime.requests import RankGenerator
+
+__all__ = ["DirectSwitch"]
+
+
+class DirectSwitch:
+    """One rank's part in the switch from one strategy to another. Bridges name tensors as `runtime/layouts.py` does."""
+
+    def __init__(
+        self,
+        plans: tuple[BridgePlan, BridgePlan],
+        rank: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        pool: BufferPool,
+    ) -> None:
+        self._parameters = Bridge(plans[0], rank, dtypes[0], device, pool=pool)
+        self._gradients = Bridge(plans[1], rank, dtypes[1], device, pool=pool, lane=1)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one switch moves between all ranks."""
+        return self._parameters.total_bytes + self._gradients.total_bytes
+
+    def parameters(self, held: Mapping[str, Tensor]) -> RankGenerator[dict[str, Tensor]]:
+        """Returns the parameters that this rank uses under the next strategy, from those it used, both by name."""
+        found = yield from self._run(self._parameters, held, "switch parameters")
+        return {_name(key): tensor for key, tensor in found.items()}
+
+    def gradients(self, accumulated: Mapping[str, Tensor]) -> RankGenerator[dict[str, Tensor]]:
+        """Returns what this rank's gradients under the next strategy begin with, from what it has accumulated."""
+        found = yield from self._run(self._gradients, accumulated, "switch gradients")
+        totals: dict[str, Tensor] = {}
+        for key, tensor in found.items():
+            name = _name(key)
+            totals[name] = totals[name] + tensor if name in totals else tensor
+        return totals
+
+    @staticmethod
+    def _run(bridge: Bridge, held: Mapping[str, Tensor], label: str) -> RankGenerator[dict[str, Tensor]]:
+        sources = {key: held[_name(key)] for key in bridge.names if bridge.holds_source(key)}
+        return (yield from bridge.run(sources, label))
+
+
+def _name(key: str) -> str:
+    return key.partition("#")[0]
