@@ -13,7 +13,8 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from runtime.config import RunConfig, write_config
-from runtime.program import Program, StepOutput
+from runtime.program import Program
+from runtime.step_output import StepOutput
 
 __all__ = ["Recorder", "metrics_of"]
 

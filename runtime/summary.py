@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from runtime.program import StepOutput
+from runtime.step_output import StepOutput
 
 __all__ = ["StaticComparison", "Summary", "print_summary"]
 

@@ -27,8 +27,9 @@ from runtime.corpus import build_dataset, unigram_entropy
 from runtime.failure_channel import FailureChannel, rank_guard
 from runtime.models.build import build_model, loss_of
 from runtime.process_groups import init_process_group_from_env
-from runtime.program import Program, StepOutput, compile
+from runtime.program import Program, compile
 from runtime.recorder import Recorder
+from runtime.step_output import StepOutput
 from runtime.summary import StaticComparison, Summary, print_summary
 from strategies.select import plan_step
 

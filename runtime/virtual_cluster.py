@@ -193,9 +193,7 @@ class _Lockstep:
             line.waiting = None
         elif isinstance(request, Wait):
             if id(request.posted.exchange) not in line.posted:
-                raise PlanError(
-                    f"{line.name}: {describe_request(request)} was not posted here, or has been waited for"
-                )
+                raise PlanError(f"{line.name}: {describe_request(request)} was not posted here, or has been waited for")
         elif not isinstance(request, Join | Await):
             self._meet(line, request)
         if line.waiting is not None:

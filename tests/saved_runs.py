@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hgraph.data import BatchState, GlobalBatches, TokenDataset, global_batches
 from hgraph.strategy import Pool, Scheme
 from runtime.optimizer import AdamW
-from runtime.program import Program, StepOutput
+from runtime.program import Program
+from runtime.step_output import StepOutput
 from runtime.weights import gather
 from tests.models import language_loss, llama
 from tests.small_pools import exact_program, pool, stages, strategy

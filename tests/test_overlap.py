@@ -6,7 +6,7 @@ its schedule, for what can only have come meanwhile. Without overlap these runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,8 @@ ASSIGNMENTS: dict[str, Any] = {
 }
 LENGTHS = (9, 4, 6)
 TWO_NODES = nodes((0, 1), (2, 3))
-GLOO_POOL = pool(4, POOL["tp2.pp2"], POOL["het"])
+TWO_RANKS = pool(2, strategy("pp2", U(1, 2)), strategy("two", U(1), U(1)))
+TWO_RANKS_ASSIGNMENTS: dict[str, Any] = {"pp2": (((0,), (1,), (2,)),), "two": (((0,), (1,)), ((2,),))}
 
 
 def small_model(layers: int = 4) -> torch.nn.Module:
@@ -125,9 +126,9 @@ def when(trace: list[Event], rank: int, text: str) -> float:
     return next(event.when for event in trace if (event.rank, event.text) == (rank, text))
 
 
-def check_parameters(trace: list[Event], num_parameter_buckets: int) -> None:
-    """Asserts that rank 0 computes before stage 1 (ranks 2 and 3 of tp2.pp2) has all of its parameters."""
-    for rank in (2, 3):
+def check_parameters(trace: list[Event], num_parameter_buckets: int, stage_1: Sequence[int]) -> None:
+    """Asserts that rank 0 computes before the ranks of stage 1 have all of their parameters."""
+    for rank in stage_1:
         assert when(trace, 0, first_and_last(0)[0]) < when(trace, rank, landed(PARAMETERS, num_parameter_buckets - 1))
 
 
@@ -143,7 +144,7 @@ def test_the_trace_of_simulated_ranks_shows_overlap(overlapping: Program) -> Non
     bridges = overlapping.ranks[0].executables["tp2.pp2"].bridges
     check_buckets(bridges)
     trace = trace_of(overlapping, "tp2.pp2")
-    check_parameters(trace, bridges.parameters.num_buckets)
+    check_parameters(trace, bridges.parameters.num_buckets, (2, 3))
     for rank in (2, 3):
         assert when(trace, rank, posted(GRADIENTS, 0)) < when(trace, 0, first_and_last(0)[1])
     assert [event.when for event in trace] == list(range(len(trace)))
@@ -198,8 +199,8 @@ def run_here() -> Run:
     """
     cluster = ProcessCluster(60.0)
     batch = draw_batch(3, LENGTHS, 31)
-    program = exact_program(small_model(2), language_loss, GLOO_POOL, bucket_mb=0.006, cluster=cluster)
-    executable = program.ranks[cluster.rank].executables["tp2.pp2"]
+    program = exact_program(small_model(2), language_loss, TWO_RANKS, bucket_mb=0.006, cluster=cluster)
+    executable = program.ranks[cluster.rank].executables["pp2"]
     bridge, executor, transport = executable.bridges.parameters, executable.executor, cluster.transport
     assert transport is not None
     start = snapshot(program)
@@ -208,13 +209,13 @@ def run_here() -> Run:
         first, last = first_and_last(0)
         _wrap(bridge, "run", lambda run: hold(run, after=arrived(PARAMETERS), until=first))
         _wrap(executor, "run", lambda run: hold(run, before=last, until=landed(GRADIENTS, 0)))
-    losses = [train_step(program, batch, "tp2.pp2", ASSIGNMENTS["tp2.pp2"])]
+    losses = [train_step(program, batch, "pp2", TWO_RANKS_ASSIGNMENTS["pp2"])]
     trace = list(transport.trace)
     restore(program, start)
     if cluster.rank == 0:
         del bridge.run, executor.run  # type: ignore[method-assign, union-attr]
     cluster.transport = ProcessTransport(transport.groups, overlap=False)
-    losses += [train_step(program, batch, name, ASSIGNMENTS[name]) for name in ("tp2.pp2", "het")]
+    losses += [train_step(program, batch, name, assignment) for name, assignment in TWO_RANKS_ASSIGNMENTS.items()]
     program.close()
     return Run(trace, bridge.num_buckets, losses, cluster.transport.log)
 
@@ -227,23 +228,21 @@ def _wrap(thing: Any, name: str, around: Callable[[RankGenerator[Any]], RankGene
 
 @pytest.fixture(scope="module")
 def processes(gloo: GlooPool) -> list[Run]:
-    return gloo.run(run_here, timeout_s=280.0)
+    return gloo.run(run_here, num_ranks=2, timeout_s=280.0)
 
 
 @pytest.mark.gloo
 def test_the_trace_of_real_processes_shows_overlap(processes: list[Run]) -> None:
     trace = sorted(event for run in processes for event in run.trace)
-    check_parameters(trace, processes[0].num_parameter_buckets)
+    check_parameters(trace, processes[0].num_parameter_buckets, (1,))
     assert when(trace, 0, landed(GRADIENTS, 0)) < when(trace, 0, first_and_last(0)[1])
 
 
 @pytest.mark.gloo
 def test_real_processes_train_alike_with_threads_and_without(processes: list[Run]) -> None:
-    program, batch = (
-        exact_program(small_model(2), language_loss, GLOO_POOL, bucket_mb=0.006),
-        draw_batch(3, LENGTHS, 31),
-    )
-    losses = [train_step(program, batch, name, ASSIGNMENTS[name]) for name in ("tp2.pp2", "het")]
+    batch = draw_batch(3, LENGTHS, 31)
+    program = exact_program(small_model(2), language_loss, TWO_RANKS, bucket_mb=0.006)
+    losses = [train_step(program, batch, name, assignment) for name, assignment in TWO_RANKS_ASSIGNMENTS.items()]
     for rank, run in enumerate(processes):
         assert run.log == program.cluster.log_of(rank)
         assert run.losses == pytest.approx([losses[0], *losses], rel=1e-12)

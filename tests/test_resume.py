@@ -13,7 +13,8 @@ from torch import Tensor
 from hgraph.data import BatchState
 from hgraph.errors import NotSupported
 from hgraph.strategy import Pool, Scheme
-from runtime.program import Program, StepOutput
+from runtime.program import Program
+from runtime.step_output import StepOutput
 from tests.gloo_workers import GlooPool, WorkersFailed
 from tests.models import llama
 from tests.saved_runs import FOUR, assert_same_state, batches, model, program, state_of, train

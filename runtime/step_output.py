@@ -1,0 +1,42 @@
+"""What a step of training leaves for its caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hgraph.plan import SequencedPlan, StepPlan
+
+__all__ = ["StepOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did; `step` counts from 1.
+
+    Times are of the slowest rank; bytes are those that the bridges moved between all ranks.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    labelled_tokens: int
+    strategy: str
+    plan: StepPlan | SequencedPlan
+    learning_rate: float
+    measured_ms: float
+    replica_ms: tuple[float, ...]
+    plan_wait_ms: float
+    bridge_bytes: int
+    compiled_graphs: int
+    peak_live_micro_batches: int
+
+    @property
+    def replicas_used(self) -> int:
+        return sum(1 for replica in self.plan.replicas if replica.micro_batches)
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest replica over the mean of those used (1 where none ran)."""
+        used = [ms for ms, replica in zip(self.replica_ms, self.plan.replicas, strict=True) if replica.micro_batches]
+        return max(used) / (sum(used) / len(used)) if used and sum(used) > 0 else 1.0
