@@ -57,7 +57,7 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
 def write_summary(summary: Summary) -> Path:
     """Writes the same tables to `summary.txt` in the folder of the run and returns the path."""
     path = summary.folder / SUMMARY_FILE
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         print_summary(summary, Console(file=file, width=_WIDTH, color_system=None))
     return path
 

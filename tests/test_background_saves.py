@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,8 +23,8 @@ from runtime.checkpoint import run as checkpoints
 from runtime.checkpoint.boxes import HeldBox
 from runtime.checkpoint.folder import find_checkpoint
 from runtime.program import Program
-from tests.gloo_workers import GlooPool
-from tests.saved_runs import batches, model, program, state_of, train
+from tests.gloo_workers import DEAD, GlooPool, WorkersFailed
+from tests.saved_runs import assert_same_state, batches, model, program, state_of, train
 from tests.small_pools import pool, strategy
 
 ONE = pool(1, strategy("tp1", Scheme.uniform()))
@@ -216,6 +220,44 @@ def _fault(run: Program, call: Callable[[], object], *, broken: bool, folder: st
     except RankFailed as error:
         return str(error)
     return "no error"
+
+
+def save_every_step(folder: str, background: bool) -> None:
+    torch.set_num_threads(1)
+    run = program(TWO)
+    for step in range(1, 1000):
+        train(run, step)
+        run.save(folder, batches=batches(), keep=2, background=background)
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_is_killed_leaves_the_last_complete_one(
+    gloo: GlooPool, other: Program, tmp_path: Path, seed: int, background: bool
+) -> None:
+    generator = random.Random(seed)
+    rank, delay_s = generator.randrange(2), generator.uniform(0.0, 1.0)
+
+    def kill() -> None:
+        while not (tmp_path / "step-000002").exists():
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        process = gloo._processes[rank].pid
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(WorkersFailed) as failed:
+        gloo.run(save_every_step, str(tmp_path), background, num_ranks=2, timeout_s=200.0)
+    killer.join()
+    assert failed.value.texts[rank] == DEAD
+    other.load(tmp_path, batches=batches())
+    expected = program(ONE)
+    train(expected, other.step_count)
+    assert_same_state(state_of(other), state_of(expected))
 
 
 @pytest.mark.gloo
