@@ -18,10 +18,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hgraph.errors import RankFailed
 
-__all__ = ["Call", "Calls", "barrier_of"]
+__all__ = ["Call", "Calls", "waits_in"]
 
 _ENDED = "end"
 _C10D = "torch.distributed.distributed_c10d"
+_JOINED_BY_ALL = ("barrier", "broadcast_object_list", "all_gather_object")
+_BETWEEN = ("torch.", "runtime.cluster")
+"""Modules between the one that called a collective and the collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +102,21 @@ class Calls:
         self.store.set(str(self.rank), str(call))
 
 
-def barrier_of(thread: int) -> str:
-    """Returns the barrier of all ranks that a thread of this process waits in, with file and line, or nothing.
+def waits_in(thread: int) -> str:
+    """Returns the collective of all ranks that a thread of this process is in, with file and line, or nothing.
 
-    No rank leaves such a barrier before all have entered it: one that stays there cannot be awaited elsewhere.
+    Only those that no rank leaves long before another: one that stays there cannot be awaited elsewhere.
     """
     frame: FrameType | None = sys._current_frames().get(thread)
-    while frame is not None and not _is_barrier(frame):
+    while frame is not None and not _is_joined_by_all(frame):
         frame = frame.f_back
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    name = "" if frame is None else frame.f_code.co_name
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
-    return "" if frame is None else f"torch.distributed.barrier ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return "" if frame is None else f"torch.distributed.{name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
-def _is_barrier(frame: FrameType) -> bool:
-    if frame.f_code.co_name != "barrier" or frame.f_globals.get("__name__") != _C10D:
+def _is_joined_by_all(frame: FrameType) -> bool:
+    if frame.f_code.co_name not in _JOINED_BY_ALL or frame.f_globals.get("__name__") != _C10D:
         return False
     return frame.f_locals.get("group") in (None, dist.group.WORLD)

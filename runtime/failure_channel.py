@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hgraph.errors import RankFailed
-from runtime.calls import barrier_of
+from runtime.calls import waits_in
 
 __all__ = ["Failure", "FailureChannel", "rank_guard"]
 
@@ -132,9 +132,9 @@ class FailureChannel:
             self._failure = self._failure or Failure(0, NO_ANSWER)
 
     def signs_of(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
-        """Returns of ranks that have all started the last sign of life and the barrier that each waits in, if any."""
+        """Returns of ranks that have all started the last sign of life and the collective that each is in, if any."""
         values = self._store.multi_get([f"alive_{rank}" for rank in ranks])
-        return [(beat, barrier) for beat, _, barrier in (value.decode().partition(" ") for value in values)]
+        return [(beat, place) for beat, _, place in (value.decode().partition(" ") for value in values)]
 
     def _beat_and_watch(self) -> None:
         watched = (self.rank + 1) % self.num_ranks
@@ -158,7 +158,7 @@ class FailureChannel:
         """Shows a sign of life; returns the watched rank's last one (empty before its first)."""
         key = f"alive_{watched}"
         try:
-            self._store.set(f"alive_{self.rank}", f"{beats} {barrier_of(self._observed)}")
+            self._store.set(f"alive_{self.rank}", f"{beats} {waits_in(self._observed)}")
             return self._store.get(key) if self._store.check([key]) else b""
         except RuntimeError:
             self._failure = self._failure or Failure(0, NO_ANSWER)

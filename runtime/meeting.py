@@ -17,15 +17,15 @@ _POLL_S = 0.005
 _ASK_S = 0.1
 """How often a waiting rank asks what the others do."""
 _BEATS = 2
-"""Signs of life in a barrier before a rank counts as stuck there: at first it may be about to leave an earlier one."""
+"""Signs of life in a collective before a rank counts as stuck there: at first it may be leaving an earlier one."""
 _ADVICE = "it is collective: call it on every rank, not on rank 0 alone"
 
 
 def meet(cluster: Cluster, what: str) -> None:
     """Enters the call `what`, and returns once every rank has entered it too.
 
-    Raises `RankFailed` with the ranks that do not come: at once where one has entered another call, waits in a barrier
-    of all ranks, has ended or has failed, else after the cluster's timeout.
+    Raises `RankFailed` with the ranks that do not come: at once where one has entered another call, is in a collective
+    of all ranks elsewhere, has ended or has failed, else after the cluster's timeout.
     """
     cluster.enter(what)
     if not isinstance(cluster, ProcessCluster):
@@ -79,12 +79,12 @@ class _Meeting:
             if call.rules_out(self.call)
         }
         missing = [rank for rank, call in enumerate(calls) if call.number < self.call.number and rank not in excuses]
-        for rank, (beat, barrier) in zip(missing, self.cluster.channel.signs_of(missing), strict=True):
+        for rank, (beat, place) in zip(missing, self.cluster.channel.signs_of(missing), strict=True):
             seen = self._beats.setdefault(rank, [beat])
             if beat != seen[-1]:
-                self._beats[rank] = seen = [*seen, beat] if barrier else [beat]
-            if barrier and len(seen) > _BEATS:
-                excuses[rank] = f"in {barrier}"
+                self._beats[rank] = seen = [*seen, beat] if place else [beat]
+            if place and len(seen) > _BEATS:
+                excuses[rank] = f"in {place}"
         return excuses
 
     def _refusal(self, missing: Sequence[int], excuses: Mapping[int, str]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hgraph.errors import HydraulisError
-from runtime.calls import Call, barrier_of
+from runtime.calls import Call, waits_in
 from runtime.cluster import ProcessCluster, SimulatedCluster
 from runtime.meeting import meet
 from tests.gloo_workers import GlooPool
@@ -18,7 +18,7 @@ from tests.gloo_workers import GlooPool
 SAVE = "save to runs/step-000003"
 ADVICE = "it is collective: call it on every rank, not on rank 0 alone"
 AT_ONCE_S = 2.0
-"""How soon a rank that will not come must be named; a barrier takes two signs of life more, a second each."""
+"""How soon a rank that will not come must be named; one seen waiting, after two signs of life of a second each."""
 
 
 def test_calls_in_words() -> None:
@@ -46,9 +46,9 @@ def test_simulated_ranks_are_all_there() -> None:
     meet(SimulatedCluster(4), SAVE)
 
 
-def test_a_thread_that_is_in_no_barrier() -> None:
-    assert barrier_of(threading.get_ident()) == ""
-    assert barrier_of(-1) == ""
+def test_a_thread_that_waits_nowhere() -> None:
+    assert waits_in(threading.get_ident()) == ""
+    assert waits_in(-1) == ""
 
 
 def others_step(cluster: ProcessCluster) -> None:
@@ -63,6 +63,10 @@ def others_end(cluster: ProcessCluster) -> None:
 def others_wait_in_a_barrier(cluster: ProcessCluster) -> None:
     del cluster
     dist.barrier()
+
+
+def others_gather(cluster: ProcessCluster) -> None:
+    cluster.gather(None)
 
 
 def two_load(cluster: ProcessCluster) -> None:
@@ -101,6 +105,7 @@ ALONE = [
     (others_end, " ended", AT_ONCE_S),
     (two_load, "called load from runs", AT_ONCE_S),
     (others_wait_in_a_barrier, f" in torch.distributed.barrier ({__file__}:", 2 * AT_ONCE_S),
+    (others_gather, f" in torch.distributed.all_gather_object ({__file__}:", 2 * AT_ONCE_S),
 ]
 
 

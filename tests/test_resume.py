@@ -13,7 +13,7 @@ from torch import Tensor
 from hgraph.data import IGNORED_LABEL, BatchState, Packed
 from hgraph.strategy import Pool, Scheme
 from runtime.program import Program, StepOutput
-from tests.gloo_workers import GlooPool, WorkersFailed
+from tests.gloo_workers import DEAD, GlooPool, WorkersFailed
 from tests.models import llama
 from tests.saved_runs import FOUR, OPTIMIZER, assert_same_state, batches, model, program, state_of, train
 from tests.small_pools import exact_program, overridden, pool, stages, strategy
@@ -324,7 +324,7 @@ def save_on_rank_0_alone(folder: str) -> None:
     run = program(TP1X2, timeout_s=100.0)
     if run.is_main:
         run.save(folder)
-    train(run, 1)
+    run.step(next(iter(batches())))
 
 
 @pytest.mark.gloo
@@ -336,7 +336,8 @@ def test_a_save_on_one_rank_while_the_other_steps_ends_on_both(gloo: GlooPool, t
         f"save to {tmp_path}/step-000000: rank 1 did not call it (rank 1 called step 1); it is collective: call it on "
         "every rank"
     ) in failed.value.texts[0]
-    assert "first failure: rank 0: RankFailed" in failed.value.texts[1]
+    other = failed.value.texts[1]  # ended by its failure channel, unless its connection breaks before
+    assert other == DEAD or "first failure: rank 0: RankFailed" in other
     assert not list(tmp_path.iterdir())
 
 
