@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hgraph.errors import InvalidInput, NonFiniteLoss
+from hgraph.errors import InvalidInput, NonFiniteLoss, RankFailed
 from runtime.calls import Calls
 from runtime.failure_channel import FailureChannel
 from runtime.gloo import ProcessTransport
@@ -148,15 +148,26 @@ class ProcessCluster:
 
     def broadcast(self, value: Any, *, aside: bool = False) -> Any:
         values = [value]
-        with nullcontext() if aside else self.communicating():
+        with nullcontext() if aside else self.communicating(), self._diagnosing("a value of rank 0"):
             dist.broadcast_object_list(values, src=0, group=self.aside if aside else None)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
-        with self.communicating():
+        with self.communicating(), self._diagnosing("a value of every rank"):
             dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def _diagnosing(self, what: str) -> Iterator[None]:
+        """Turns what communication raises into `RankFailed` with what was waited for and who failed first."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"rank {self.rank}: waited for {what} ({self.calls.last.name or 'start-up'}): {error}".splitlines()[
+                0
+            ]
+            raise RankFailed(f"{text}\n  {self.channel.diagnose()}") from error
 
     def report(self, error: BaseException) -> None:
         if not isinstance(error, _RAISED_BY_ALL):
