@@ -164,10 +164,8 @@ class ProcessCluster:
         try:
             yield
         except RuntimeError as error:
-            text = f"rank {self.rank}: waited for {what} ({self.calls.last.name or 'start-up'}): {error}".splitlines()[
-                0
-            ]
-            raise RankFailed(f"{text}\n  {self.channel.diagnose()}") from error
+            head = f"rank {self.rank}: waited for {what} ({self.calls.last.name or 'start-up'})"
+            raise RankFailed(f"{head}\n  {str(error).splitlines()[0]}\n  {self.channel.diagnose()}") from error
 
     def report(self, error: BaseException) -> None:
         if not isinstance(error, _RAISED_BY_ALL):
