@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryLimits", "calibrate", "max_tokens_of"]
 
+_VERSION = 1
+"""Raised by whoever changes what calibration runs, times or fits: profiles that were kept before do not count then."""
 _SEED = 0
 _MOST_MICRO_BATCHES = 8
 """Bounds the time that calibration takes where loads are very unequal."""
@@ -252,6 +254,7 @@ def _fit(name: str, samples: Sequence[_Sample], max_tokens: int) -> SchemeCost:
 
 def _key(program: Program, tokens: Mapping[str, int], lengths: Sequence[int], repeats: int) -> str:
     parts = [
+        f"calibration {_VERSION}",
         annotated_text(program.captured.graph),
         write_pool(program.pool),
         json.dumps([sorted(tokens.items()), list(lengths), repeats]),

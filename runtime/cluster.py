@@ -10,13 +10,15 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hgraph.errors import InvalidInput, NonFiniteLoss
+from hgraph.errors import InvalidInput, NonFiniteLoss, RankFailed
+from runtime.calls import Calls
 from runtime.failure_channel import FailureChannel
 from runtime.gloo import ProcessTransport
 from runtime.messages import Message
@@ -37,17 +39,23 @@ class Cluster(Protocol):
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Creates process groups, before the first step."""
 
+    def enter(self, call: str) -> None:
+        """Notes, for ranks that wait elsewhere, that this process makes a collective call."""
+
     def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
         """Returns what the generators of the local ranks returned."""
 
     def log_of(self, rank: int) -> list[Message]:
         """Returns the messages of a local rank in the last run."""
 
-    def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's value on every rank."""
+    def broadcast(self, value: Any, *, aside: bool = False) -> Any:
+        """Returns rank 0's value on every rank; `aside` is for the one other thread that may communicate."""
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all processes, on every rank; one value where one process runs all ranks."""
+
+    def report(self, error: BaseException) -> None:
+        """Lets the other ranks know what ends the work on this one."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends what the cluster itself started; `error` is what ended the work early, for the other ranks to know."""
@@ -65,6 +73,9 @@ class SimulatedCluster:
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         del groups
 
+    def enter(self, call: str) -> None:
+        del call
+
     def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
         # One thread per rank, as in real processes: the small operators of small shards are slower with several.
         before = torch.get_num_threads()
@@ -77,11 +88,15 @@ class SimulatedCluster:
     def log_of(self, rank: int) -> list[Message]:
         return self.virtual.log_of(rank)
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, *, aside: bool = False) -> Any:
+        del aside
         return value
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def report(self, error: BaseException) -> None:
+        del error
 
     def close(self, error: BaseException | None = None) -> None:
         del error
@@ -95,6 +110,7 @@ class ProcessCluster:
     """One rank of a job of real processes, over the initialised default process group.
 
     Without a `channel` of the caller's it starts one of its own, so that no rank waits for one that has failed.
+    Attributes: `calls`, which collective call each rank is in; `aside`, a gloo group of all ranks for one other thread.
     """
 
     def __init__(self, timeout_s: float, channel: FailureChannel | None = None) -> None:
@@ -104,59 +120,79 @@ class ProcessCluster:
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.timeout_s = timeout_s
-        self._end: weakref.finalize[..., ProcessCluster] | None = None
-        if channel is None:
-            channel = _own_channel(self.rank)
-            self._end = weakref.finalize(self, _end_channel, channel)
-        self.channel = channel
+        self._owns_channel = channel is None
+        self.channel = channel or _own_channel(self.rank)
+        self.calls = Calls.on_default_store(self.channel.stale_s)
+        self._end = weakref.finalize(self, _end_job, self.calls, self.channel if self._owns_channel else None)
+        self.aside: dist.ProcessGroup | None = None
         self.transport: ProcessTransport | None = None
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        with self._communicating():
+        with self.communicating():
             self.transport = ProcessTransport(create_groups(groups, self.timeout_s), self.timeout_s, self.channel)
+            timeout = timedelta(seconds=self.timeout_s)
+            self.aside = dist.new_group(list(range(self.num_ranks)), timeout=timeout, backend="gloo")
+
+    def enter(self, call: str) -> None:
+        with self.communicating():
+            self.calls.enter(call)
 
     def run(self, generators: Mapping[int, RankGenerator[Any]]) -> dict[int, Any]:
         assert self.transport is not None, "prepare comes first"
-        with self._communicating():
+        with self.communicating():
             return {self.rank: self.transport.drive(generators[self.rank])}
 
     def log_of(self, rank: int) -> list[Message]:
         assert rank == self.rank and self.transport is not None
         return self.transport.log
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, *, aside: bool = False) -> Any:
         values = [value]
-        with self._communicating():
-            dist.broadcast_object_list(values, src=0)
+        with nullcontext() if aside else self.communicating(), self._diagnosing("a value of rank 0"):
+            dist.broadcast_object_list(values, src=0, group=self.aside if aside else None)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
-        with self._communicating():
+        with self.communicating(), self._diagnosing("a value of every rank"):
             dist.all_gather_object(values, value)
         return values
 
-    def close(self, error: BaseException | None = None) -> None:
-        if self._end is None or not self._end.detach():
-            return
-        if error is not None and not isinstance(error, _RAISED_BY_ALL):
+    @contextmanager
+    def _diagnosing(self, what: str) -> Iterator[None]:
+        """Turns what communication raises into `RankFailed` with what was waited for and who failed first."""
+        try:
+            yield
+        except RuntimeError as error:
+            head = f"rank {self.rank}: waited for {what} ({self.calls.last.name or 'start-up'})"
+            raise RankFailed(f"{head}\n  {str(error).splitlines()[0]}\n  {self.channel.diagnose()}") from error
+
+    def report(self, error: BaseException) -> None:
+        if not isinstance(error, _RAISED_BY_ALL):
             self.channel.report(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        if not self._end.detach():
+            return
+        self.calls.end()
+        if not self._owns_channel:
+            return  # whoever made it reports, and stops it
+        if error is not None:
+            self.report(error)
         self.channel.stop()
 
     @contextmanager
-    def _communicating(self) -> Iterator[None]:
-        """Reports what leaves the block, unless all ranks raise it; other ranks may be waiting for this one."""
-        own = self._end is not None
-        if own:
+    def communicating(self) -> Iterator[None]:
+        """Frames what may wait for other ranks. Reports what leaves it, unless all raise it: others may be waiting."""
+        if self._owns_channel:
             self.channel.is_waiting = True
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, _RAISED_BY_ALL):
-                self.channel.report(error)
+            self.report(error)
             raise
         finally:
-            if own:
+            if self._owns_channel:
                 self.channel.is_waiting = False
 
 
@@ -170,8 +206,11 @@ def _own_channel(rank: int) -> FailureChannel:
     return channel
 
 
-def _end_channel(channel: FailureChannel) -> None:
+def _end_job(calls: Calls, channel: FailureChannel | None) -> None:
     """Runs when the cluster is gone or the interpreter ends; where an exception ends it, the others are told which."""
+    calls.end()
+    if channel is None:
+        return
     error = getattr(sys, "last_value", None)
     if error is not None:
         channel.report(error)

@@ -197,10 +197,14 @@ class CalibrationConfig:
 
 @settings
 class CheckpointConfig:
-    """A checkpoint after `every` so many steps and after the last one (None: none), of which the last `keep` stay."""
+    """A checkpoint after `every` so many steps and after the last one (None: none), of which the last `keep` stay.
+
+    With `background` it is written while training goes on.
+    """
 
     every: Positive | None = None
     keep: Positive | None = 2
+    background: bool = False
 
 
 @settings

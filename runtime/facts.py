@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hgraph.capture import Captured
-from hgraph.errors import InvalidInput
+from hgraph.errors import InvalidInput, NotSupported
 from hgraph.graph import annotated_text, info
 from hgraph.model_facts import ModelFacts
 from hgraph.strategy import Pool
@@ -16,7 +16,7 @@ from hgraph.strategy_file import write_pool
 from runtime.cluster import Cluster
 from runtime.optimizer import AdamW
 
-__all__ = ["check_same_everywhere", "model_facts", "trained_names"]
+__all__ = ["check_same_everywhere", "compute_dtype", "model_facts", "trained_names"]
 
 _ATTENTION = torch.ops.hydraulis.packed_attention.default
 
@@ -28,6 +28,17 @@ def model_facts(captured: Captured) -> ModelFacts | None:
         return None
     shapes = {name: facts.shape for facts in captured.parameters for name in facts.names}
     return ModelFacts(captured.num_layers, min(heads), tuple(shapes), captured.module_names, shapes)
+
+
+def compute_dtype(captured: Captured) -> torch.dtype:
+    """Returns the dtype of all parameters; raises `NotSupported` for several, and for those not trained in yet."""
+    dtypes = {facts.dtype for facts in captured.parameters}
+    if len(dtypes) > 1:
+        raise NotSupported(f"parameters of several dtypes: {sorted(map(str, dtypes))}; convert the model to one")
+    (dtype,) = dtypes
+    if dtype not in (torch.float32, torch.float64):
+        raise NotSupported(f"training in {dtype} is not there yet; convert the model to float32")
+    return dtype
 
 
 def trained_names(captured: Captured) -> set[str]:

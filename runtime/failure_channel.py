@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hgraph.errors import RankFailed
+from runtime.calls import waits_in
 
 __all__ = ["Failure", "FailureChannel", "rank_guard"]
 
@@ -71,6 +72,7 @@ class FailureChannel:
         self._store = PrefixStore(name, connection)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._observed = threading.get_ident()
         self._failure: Failure | None = None
         self.is_waiting = True
 
@@ -81,7 +83,8 @@ class FailureChannel:
         return FailureChannel(store, dist.get_rank(), dist.get_world_size(), **options)  # type: ignore[arg-type]
 
     def start(self) -> None:
-        """Shows the first sign of life and starts the thread."""
+        """Shows the first sign of life and starts the thread that looks after the one that calls this."""
+        self._observed = threading.get_ident()
         self._store.set(f"alive_{self.rank}", "0")
         self._stopped.clear()
         self._thread = threading.Thread(target=self._beat_and_watch, name="failure channel", daemon=True)
@@ -128,6 +131,11 @@ class FailureChannel:
         except RuntimeError:
             self._failure = self._failure or Failure(0, NO_ANSWER)
 
+    def signs_of(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
+        """Returns of ranks that have all started the last sign of life and the collective that each is in, if any."""
+        values = self._store.multi_get([f"alive_{rank}" for rank in ranks])
+        return [(beat, place) for beat, _, place in (value.decode().partition(" ") for value in values)]
+
     def _beat_and_watch(self) -> None:
         watched = (self.rank + 1) % self.num_ranks
         last_value, last_change_s = b"", time.monotonic()
@@ -150,7 +158,7 @@ class FailureChannel:
         """Shows a sign of life; returns the watched rank's last one (empty before its first)."""
         key = f"alive_{watched}"
         try:
-            self._store.set(f"alive_{self.rank}", str(beats))
+            self._store.set(f"alive_{self.rank}", f"{beats} {waits_in(self._observed)}")
             return self._store.get(key) if self._store.check([key]) else b""
         except RuntimeError:
             self._failure = self._failure or Failure(0, NO_ANSWER)

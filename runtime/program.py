@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hgraph.capture import Captured, LossFunction, capture
 from hgraph.check_plan import check_plan, check_sequenced_plan
 from hgraph.data.batches import BatchState, GlobalBatch, GlobalBatches, make_batch
-from hgraph.errors import InvalidInput, NotSupported
+from hgraph.errors import InvalidInput, RankFailed
 from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.shard_map import relative
@@ -31,13 +31,15 @@ from passes.pipelines import CompiledScheme, compile_scheme, normalized
 from runtime.bridge_planner import BridgePlanner
 from runtime.buffer_pool import BufferPool
 from runtime.calibrate import MemoryLimits, calibrate
+from runtime.checkpoint.background import BackgroundWrite
 from runtime.cluster import Cluster, choose_cluster
 from runtime.direct_switch import DirectSwitch
 from runtime.executor import RankExecutor
-from runtime.facts import check_same_everywhere, model_facts, trained_names
+from runtime.facts import check_same_everywhere, compute_dtype, model_facts, trained_names
 from runtime.failure_channel import FailureChannel
 from runtime.layouts import owned_box
 from runtime.lookups import check_lengths, longest_sequence, vocabulary
+from runtime.meeting import meet
 from runtime.micro_batches import contents_of
 from runtime.optimizer import AdamW, ShardedAdamW
 from runtime.planning import Planning
@@ -149,14 +151,14 @@ class Program:
         self.contents = contents_of(captured)
         self.vocab_size = vocabulary(self.contents.lookups)
         self.longest_sequence = longest_sequence(self.contents.lookups)
-        self.dtype = _compute_dtype(captured)
+        self.dtype = compute_dtype(captured)
         self.master_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.bucket_mb, self.topology = bucket_mb, topology
         dtypes = self.dtype, self.master_dtype
         self._bridges = BridgePlanner(compiled, captured, pool.num_ranks, dtypes, bucket_mb, topology)
         self.step_count = 0
         self.next_batch = BatchState()
-        self._num_checkpoint_calls = 0
+        self.background = BackgroundWrite()
         check_same_everywhere(cluster, captured, pool, optimizer, model, seed)
         cluster.prepare(self._groups())
         self.ranks = {rank: self._rank_state(rank) for rank in cluster.local_ranks}
@@ -185,14 +187,19 @@ class Program:
 
         Raises `InvalidInput` for a batch that cannot be run and `NonFiniteLoss`; state is then as before.
         """
+        self.cluster.enter(f"step {self.step_count + 1}")
         batch = batch if isinstance(batch, GlobalBatch) else make_batch(batch)
         check_lengths(batch.ids, batch.lengths, self.contents.lookups)
         if parts is not None:
-            return self.run_plan(batch, *self.planning.plan_parts(batch, self.step_count + 1, parts))
-        return self.run_plan(batch, *self.planning.plan(batch, self.step_count + 1))
+            return self._update(batch, *self.planning.plan_parts(batch, self.step_count + 1, parts))
+        return self._update(batch, *self.planning.plan(batch, self.step_count + 1))
 
-    def run_plan(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, plan_wait_ms: float = 0.0) -> StepOutput:
-        """Trains on a batch by a given plan."""
+    def run_plan(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan) -> StepOutput:
+        """Trains on a batch by a given plan. Collective."""
+        self.cluster.enter(f"step {self.step_count + 1}")
+        return self._update(batch, plan, 0.0)
+
+    def _update(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, plan_wait_ms: float) -> StepOutput:
         outcome = self._run(batch, plan, update=True)
         self.step_count += 1
         self.next_batch = batch.next_state
@@ -214,7 +221,8 @@ class Program:
         )
 
     def measure(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan) -> float:
-        """Returns the milliseconds of a step that leaves weights and optimizer as they are."""
+        """Returns the milliseconds of a step that leaves weights and optimizer as they are. Collective."""
+        self.cluster.enter("measure")
         return self._run(batch, plan, update=False).measured_ms
 
     def _run(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, *, update: bool) -> RankOutcome:
@@ -260,6 +268,7 @@ class Program:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns all weights, whole, by every name of the model. Collective."""
+        meet(self.cluster, "state_dict")
         whole = gather(self, {rank: state.weights() for rank, state in self.ranks.items()})
         return {name: whole[facts.name] for facts in self.captured.parameters for name in facts.names}
 
@@ -278,14 +287,19 @@ class Program:
         """Writes the state as `folder`/step-NNNNNN and returns that path. Collective; all nodes share `folder`.
 
         A checkpoint is complete or not there. `batches` lets `load` check that the data are the same; `keep` removes
-        all but so many of the last checkpoints, once this one is complete. See `docs/checkpoints.md`.
+        all but so many of the last checkpoints, once this one is complete. With `background` the state is copied, and
+        written while training goes on; the next save, `load`, `wait_for_save` and `close` wait for it, and raise
+        `RankFailed` if it failed. See `docs/checkpoints.md`.
         """
-        if background:
-            raise NotSupported("save: background=True is not there yet; a save ends before training goes on")
         from runtime.checkpoint import run  # takes long to import
 
-        self._num_checkpoint_calls += 1
-        return run.save(self, Path(folder), batches, keep, self._num_checkpoint_calls)
+        return run.save(self, Path(folder), batches, keep, background=background)
+
+    def wait_for_save(self) -> None:
+        """Returns once the last save in the background is complete; raises `RankFailed` if it failed. Collective."""
+        from runtime.checkpoint import run
+
+        run.wait_for_save(self)
 
     def load(self, folder: str | Path, *, batches: GlobalBatches | None = None) -> Path:
         """Reads a checkpoint, or the last complete one in `folder`, saved under any pool; returns its path. Collective.
@@ -295,8 +309,7 @@ class Program:
         """
         from runtime.checkpoint import run
 
-        self._num_checkpoint_calls += 1
-        return run.load(self, Path(folder), batches, self._num_checkpoint_calls)
+        return run.load(self, Path(folder), batches)
 
     def export_weights(self, path: str | Path) -> None:
         """Writes all weights, whole, by every name of the model, as one safetensors file. Collective."""
@@ -305,10 +318,20 @@ class Program:
         run.export_weights(self, Path(path))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the planner's process, and tells the other ranks that this one has finished, or failed with `error`."""
+        """Ends the planner's process, and tells the other ranks that this one has finished, or failed with `error`.
+
+        Waits for a save in the background; raises `RankFailed` if it failed, or notes that on `error`.
+        """
         if self._planning is not None:
             self._planning.close()
+        if error is not None and self.background.is_pending:
+            self.cluster.report(error)  # before the wait: others may wait for this rank
+        fault = self.background.finish()
         self.cluster.close(error)
+        if fault and error is None:
+            raise RankFailed(fault)
+        if fault and error is not None:
+            error.add_note(fault)
 
     def __enter__(self) -> Program:
         return self
@@ -390,13 +413,3 @@ class Program:
             name: tensor.double() if tensor.dtype == torch.float32 else tensor
             for name, tensor in self.captured.buffers.items()
         }
-
-
-def _compute_dtype(captured: Captured) -> torch.dtype:
-    dtypes = {facts.dtype for facts in captured.parameters}
-    if len(dtypes) > 1:
-        raise NotSupported(f"parameters of several dtypes: {sorted(map(str, dtypes))}; convert the model to one")
-    (dtype,) = dtypes
-    if dtype not in (torch.float32, torch.float64):
-        raise NotSupported(f"training in {dtype} is not there yet; convert the model to float32")
-    return dtype

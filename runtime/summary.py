@@ -13,7 +13,11 @@ from rich.table import Table
 
 from runtime.step_output import StepOutput
 
-__all__ = ["StaticComparison", "Summary", "print_summary"]
+__all__ = ["SUMMARY_FILE", "StaticComparison", "Summary", "print_summary", "write_summary"]
+
+SUMMARY_FILE = "summary.txt"
+_WIDTH = 120
+"""Columns of the file, whatever the terminal."""
 
 _ENDS = 3
 """Steps that are averaged at either end of the loss curve."""
@@ -47,7 +51,15 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
     console = console or Console()
     console.print(_strategies(summary.steps))
     console.print(_figures(summary))
-    console.print(f"metrics, plans and configuration: {summary.folder}")
+    console.print(f"metrics, plans, configuration and this summary: {summary.folder}")
+
+
+def write_summary(summary: Summary) -> Path:
+    """Writes the same tables to `summary.txt` in the folder of the run and returns the path."""
+    path = summary.folder / SUMMARY_FILE
+    with path.open("w", encoding="utf-8") as file:
+        print_summary(summary, Console(file=file, width=_WIDTH, color_system=None))
+    return path
 
 
 def _strategies(steps: Sequence[StepOutput]) -> Table:

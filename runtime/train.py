@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hgraph.capture import LossFunction
-from hgraph.data.batches import GlobalBatch, global_batches
+from hgraph.data.batches import GlobalBatch, GlobalBatches, global_batches
 from hgraph.errors import HydraulisError, RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
@@ -30,7 +30,7 @@ from runtime.process_groups import init_process_group_from_env
 from runtime.program import Program, compile
 from runtime.recorder import Recorder
 from runtime.step_output import StepOutput
-from runtime.summary import StaticComparison, Summary, print_summary
+from runtime.summary import StaticComparison, Summary, print_summary, write_summary
 from strategies.select import plan_step
 
 __all__ = ["train"]
@@ -86,13 +86,21 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None, resume:
             for batch in program.ahead(batches):
                 steps.append(recorder.step(program.step(batch)))
                 if _is_due(config, program.step_count):
-                    program.save(config.checkpoints, batches=batches, keep=config.checkpoint.keep)
+                    _save(program, config, batches)
+            program.wait_for_save()
             recorder.stop()
             comparison = _compare(program, list(itertools.islice(batches, len(steps))), steps, say)
             peak_mib, base_mib = max(program.cluster.gather((_peak_mib(), base_mib)))
         if rank == 0:
             entropy = unigram_entropy(dataset)
-            print_summary(Summary(tuple(steps), entropy, peak_mib, base_mib, comparison, config.folder))
+            summary = Summary(tuple(steps), entropy, peak_mib, base_mib, comparison, config.folder)
+            print_summary(summary)
+            write_summary(summary)
+
+
+def _save(program: Program, config: RunConfig, batches: GlobalBatches) -> None:
+    settings = config.checkpoint
+    program.save(config.checkpoints, batches=batches, keep=settings.keep, background=settings.background)
 
 
 def _is_due(config: RunConfig, step_count: int) -> bool:

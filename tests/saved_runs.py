@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hgraph.data import BatchState, GlobalBatches, TokenDataset, global_batches
+from hgraph.data import BatchState, GlobalBatch, GlobalBatches, TokenDataset, global_batches
+from hgraph.plan import StepPlan
 from hgraph.strategy import Pool, Scheme
 from runtime.optimizer import AdamW
 from runtime.program import Program
 from runtime.step_output import StepOutput
 from runtime.weights import gather
+from strategies.options import PlannerOptions
+from strategies.select import plan_step
 from tests.models import language_loss, llama
 from tests.small_pools import exact_program, pool, stages, strategy
 
@@ -44,13 +47,20 @@ def batches(start: BatchState | None = None, *, seed: int = 3, length: int = 25,
 
 
 def train(program: Program, last_step: int) -> list[StepOutput]:
-    """Trains on what follows, until `last_step` steps are done."""
+    """Trains on what follows, until `last_step` steps are done; the strategies of the pool take turns."""
     steps = []
     for batch in batches(program.next_batch):
         if program.step_count == last_step:
             break
-        steps.append(program.step(batch))
+        steps.append(program.run_plan(batch, _plan_in_turn(program, batch)))
     return steps
+
+
+def _plan_in_turn(program: Program, batch: GlobalBatch) -> StepPlan:
+    strategies = program.pool.strategies
+    options = PlannerOptions(only=strategies[program.step_count % len(strategies)].name)
+    plan = plan_step(program.pool, program.profile, batch.lengths, step=program.step_count + 1, options=options)
+    return program.cluster.broadcast(plan)
 
 
 def state_of(program: Program) -> dict[str, dict[str, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,21 @@ def test_no_sequence_is_longer_than_the_table_of_positions(monkeypatch: pytest.M
     limits = MemoryLimits(max_tokens={"tp1": 100, "tp2": 100})
     _, ran = measured(monkeypatch, gpt(layers=1, max_positions=40), limits)
     assert ran[0] == ran[1] == {(8,), (10,), (16,), (20,), (40,), (8,) * 8}
+
+
+def test_what_was_measured_counts_until_calibration_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits, alone = MemoryLimits(max_tokens={"tp1": 9}), pool(1, strategy("one", U()))
+
+    def kept(program: Program) -> Profile:
+        return calibrate(program, limits, lengths=(2, 4, 9), repeats=1, cache=tmp_path)
+
+    program = exact_program(gpt(layers=1), language_loss, alone, profile=kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "_run_once", None)
+        assert kept(program) == program.profile, "read, not measured"
+    monkeypatch.setattr(calibration, "_VERSION", calibration._VERSION + 1)
+    kept(program)
+    assert len(list(tmp_path.glob("profile-*.json"))) == 2, "measured anew"
 
 
 def test_fields_are_made_up() -> None:

@@ -309,9 +309,9 @@ def test_a_content_of_the_file_beside_the_boxes(saved: Path) -> None:
     assert set(facts["files"]) == {".metadata", "__0_0.distcp"}
 
 
-def kill_while_saving(folder: Path, count: int, seed: int) -> list[str]:
+def kill_while_saving(folder: Path, count: int, seed: int, *how: str) -> list[str]:
     """Has a process save again and again and kills it, `count` times; returns what was found after each."""
-    command = [sys.executable, "-m", "tests.killed_saves", str(folder), str(count), str(seed)]
+    command = [sys.executable, "-m", "tests.killed_saves", str(folder), str(count), str(seed), *how]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
@@ -319,9 +319,10 @@ def kill_while_saving(folder: Path, count: int, seed: int) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("how", [(), ("background",)], ids=["plain", "background"])
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.long)])
-def test_a_save_killed_at_any_moment_leaves_the_one_before(tmp_path: Path, count: int) -> None:
-    lines = [line.split() for line in kill_while_saving(tmp_path, count, seed=count)]
+def test_a_save_killed_at_any_moment_leaves_the_one_before(tmp_path: Path, count: int, how: tuple[str, ...]) -> None:
+    lines = [line.split() for line in kill_while_saving(tmp_path, count, count, *how)]
     found, left = [line[0] for line in lines], {tuple(line[1:]) for line in lines}
     assert len(found) == count and set(found) <= {"step-000003", "step-000004"}
     assert "step-000003" in found, "some were killed before the end"

@@ -76,8 +76,12 @@ def lines(path: Path) -> list[dict[str, float]]:
 
 @pytest.mark.gloo
 def test_a_run_goes_on_under_another_pool(folder: Path) -> None:
-    train(folder)
+    out = train(folder, "checkpoint.background=true")
     run = folder / "runs" / "tiny"
+    summary = (run / "summary.txt").read_text()
+    assert "steps per strategy" in summary and "tp2+tp1x2" in summary and "\x1b" not in summary
+    last = "metrics, plans, configuration and this summary: runs/tiny\n"
+    assert summary.endswith(last) and last in out
     checkpoints = run / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
     unbroken = lines(run / "metrics.jsonl")
@@ -155,6 +159,6 @@ def test_the_recorder_keeps_what_was_before(tmp_path: Path) -> None:
 
 
 def test_nothing_is_saved_unless_asked_for() -> None:
-    assert RunConfig().checkpoint == CheckpointConfig(every=None, keep=2)
+    assert RunConfig().checkpoint == CheckpointConfig(every=None, keep=2, background=False)
     with pytest.raises(InvalidInput, match="every"):
         CheckpointConfig(every=0)

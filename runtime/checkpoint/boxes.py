@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -64,14 +65,16 @@ class HeldBox:
         return MetadataIndex(self.key, _offsets(self.box))
 
 
-def write_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool) -> None:
-    """Writes the boxes of this process into `folder`, synced to the disk. Collective unless `alone`.
+def write_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool, group: ProcessGroup | None = None) -> None:
+    """Writes the boxes of this process into `folder`, synced to the disk. Collective over `group` unless `alone`.
 
-    Raises `RankFailed` on all ranks where one of them cannot write.
+    May run in a thread if nothing else uses `group` meanwhile. Raises `RankFailed` on all ranks where one of them
+    cannot write.
     """
-    planner = _BoxSavePlanner(boxes)
-    with _one_message(f"save to {folder}"), _without_warning():
-        state_dict_saver.save({}, storage_writer=filesystem.FileSystemWriter(folder), planner=planner, no_dist=alone)
+    planner, writer = _BoxSavePlanner(boxes), filesystem.FileSystemWriter(folder)
+    with _one_message(f"save to {folder}"):
+        _without_warning()
+        state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
 def read_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool) -> None:
@@ -81,7 +84,8 @@ def read_boxes(folder: Path, boxes: Iterable[HeldBox], *, alone: bool) -> None:
     cannot read.
     """
     planner = _BoxLoadPlanner(boxes)
-    with _one_message(f"load from {folder}"), _without_warning():
+    with _one_message(f"load from {folder}"):
+        _without_warning()
         state_dict_loader.load({}, storage_reader=filesystem.FileSystemReader(folder), planner=planner, no_dist=alone)
 
 
@@ -197,11 +201,13 @@ def _one_message(what: str) -> Iterator[None]:
         if isinstance(cause, InvalidInput):
             raise cause from None
         raise RankFailed(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+    except RuntimeError as error:
+        raise RankFailed(f"{what}: {str(error).splitlines()[0]}") from error
 
 
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """One process that acts for all ranks is meant; torch would warn of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _without_warning() -> None:
+    """One process that acts for all ranks is meant; torch would warn of it.
+
+    The filter stays: one that is taken back changes those of other threads.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,52 +14,65 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hgraph.data.batches import BatchState, GlobalBatches
-from hgraph.errors import HydraulisError, InvalidInput
+from hgraph.errors import HydraulisError, InvalidInput, RankFailed
 from runtime.checkpoint.boxes import HeldBox, read_boxes, write_boxes
 from runtime.checkpoint.facts import changed_settings, check_data, check_model, check_version, facts_of
 from runtime.checkpoint.folder import begin, complete, find_checkpoint, keep_last, publish, read_facts, temporary
-from runtime.checkpoint.meeting import meet
-from runtime.cluster import Cluster, SimulatedCluster
+from runtime.cluster import Cluster, ProcessCluster, SimulatedCluster
 from runtime.layouts import owned_box
+from runtime.meeting import meet
 from runtime.rank_step import RankState
 
 if TYPE_CHECKING:
     from runtime.program import Program
 
-__all__ = ["export_weights", "load", "save"]
+__all__ = ["export_weights", "load", "save", "wait_for_save"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 Result = TypeVar("Result")
 
 
-def save(program: Program, folder: Path, batches: GlobalBatches | None, keep: int | None, number: int) -> Path:
+def save(
+    program: Program, folder: Path, batches: GlobalBatches | None, keep: int | None, *, background: bool = False
+) -> Path:
     """Writes the checkpoint of the program's present step into `folder` and returns its path; see `Program.save`."""
     if keep is not None and keep < 1:
         raise InvalidInput(f"save: expected keep of 1 or more, got {keep}")
     cluster, target = program.cluster, complete(folder, program.step_count)
-    meet(cluster, f"save to {target}", number)
-    _on_rank_0(cluster, lambda: begin(target))
+    meet(cluster, f"save to {target}")
+    _settle(program)
+    facts: dict[str, Any] = {}
+
+    def prepare() -> None:
+        facts.update(facts_of(program, batches))
+        begin(target)
+
+    _on_rank_0(cluster, prepare)
     unseen = [rank for rank, seen in enumerate(cluster.gather(temporary(target).is_dir())) if not seen]
     if unseen:
         raise InvalidInput(
             f"{temporary(target)}: made by rank 0, not seen by ranks {unseen}; all nodes share the folder"
         )
-    states = {rank: state.optimizer.state_dict() for rank, state in program.ranks.items()}
-    write_boxes(temporary(target), _boxes(program, states), alone=isinstance(cluster, SimulatedCluster))
-
-    def finish() -> None:
-        publish(target, facts_of(program, batches))
-        if keep is not None:
-            keep_last(folder, keep)
-
-    _on_rank_0(cluster, finish)
+    boxes = list(_boxes(program, {rank: state.optimizer.state_dict() for rank, state in program.ranks.items()}))
+    if not background:
+        _write(cluster, target, boxes, facts, keep)
+        return target
+    copies = [replace(held, values=held.values.detach().to("cpu", copy=True)) for held in boxes]
+    program.background.start(target, lambda: _write(cluster, target, copies, facts, keep))
     return target
 
 
-def load(program: Program, folder: Path, batches: GlobalBatches | None, number: int) -> Path:
+def wait_for_save(program: Program) -> None:
+    """Returns once a save in the background has ended; see `Program.wait_for_save`."""
+    meet(program.cluster, "wait_for_save")
+    _settle(program)
+
+
+def load(program: Program, folder: Path, batches: GlobalBatches | None) -> Path:
     """Reads a checkpoint into the program and returns its path; see `Program.load`."""
     cluster = program.cluster
-    meet(cluster, f"load from {folder}", number)
+    meet(cluster, f"load from {folder}")
+    _settle(program)
 
     def read() -> tuple[Path, dict[str, Any]]:
         checkpoint = find_checkpoint(folder)
@@ -86,6 +100,7 @@ def load(program: Program, folder: Path, batches: GlobalBatches | None, number: 
 
 def export_weights(program: Program, path: Path) -> None:
     """Writes all weights, whole, as safetensors; see `Program.export_weights`."""
+    meet(program.cluster, f"export_weights to {path}")
     own = {name: value.dtype for name, value in program.model.named_parameters(remove_duplicate=False)}
     weights = program.state_dict()
     kept = {name for name in program.model.state_dict() if name not in weights}
@@ -100,6 +115,28 @@ def export_weights(program: Program, path: Path) -> None:
         os.replace(unfinished, path)
 
     _on_rank_0(program.cluster, write)
+
+
+def _write(cluster: Cluster, target: Path, boxes: list[HeldBox], facts: Mapping[str, Any], keep: int | None) -> None:
+    """Writes and completes `target`. Uses no process group but the one aside: it may run beside training."""
+    group = cluster.aside if isinstance(cluster, ProcessCluster) else None
+    write_boxes(temporary(target), boxes, alone=isinstance(cluster, SimulatedCluster), group=group)
+
+    def finish() -> None:
+        publish(target, facts)
+        if keep is not None:
+            keep_last(target.parent, keep)
+
+    _on_rank_0(cluster, finish, aside=True)
+
+
+def _settle(program: Program) -> None:
+    """Waits for the write in the background; raises `RankFailed` on all ranks where it failed on one. Collective."""
+    if not program.background.is_pending:
+        return
+    faults = [fault for fault in program.cluster.gather(program.background.finish()) if fault]
+    if faults:
+        raise RankFailed(faults[0])
 
 
 def _boxes(
@@ -128,7 +165,7 @@ def _like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
 
 
-def _on_rank_0(cluster: Cluster, action: Callable[[], Result]) -> Result:
+def _on_rank_0(cluster: Cluster, action: Callable[[], Result], *, aside: bool = False) -> Result:
     """Returns on every rank what `action` returned on rank 0, or raises on every rank what it raised there."""
     outcome: Any = None
     if 0 in cluster.local_ranks:
@@ -138,7 +175,7 @@ def _on_rank_0(cluster: Cluster, action: Callable[[], Result]) -> Result:
             outcome = error
         except OSError as error:
             outcome = InvalidInput(f"checkpoint: {error}")
-    outcome = cluster.broadcast(outcome)
+    outcome = cluster.broadcast(outcome, aside=aside)
     if isinstance(outcome, HydraulisError):
         raise outcome
     return outcome
