@@ -208,15 +208,11 @@ class _Run:
         flight: _Flight | None = None
         for step in bucket.steps:
             yield from self._land(flight)
-            early = flight is None and step.reads_source
-            if flight is None and not early:
-                self._copy_here(bucket, sums)
             exchange = self._exchange(step, buffer, sums, f"{self.label}, bucket {bucket.number}.{step.level}")
             handle = yield Post(exchange)
-            if early:
-                self._copy_here(bucket, sums)
             if flight is None:
                 yield Signal(posted(self.label, bucket.number))
+                self._copy_here(bucket, sums)
                 yield from self._land(previous)
             flight = _Flight(bucket, step, handle, buffer, sums)
         assert flight is not None

@@ -8,6 +8,7 @@ Invariants
 ----------
 - Both ranks of a pair list the moves between them in the order of the plan, so a message needs no header.
 - Writes that run together do not meet; those that meet run in the order of the plan.
+- What a rank sends before it has received anything of a bucket comes from source buffers.
 - The places of a bucket do not overlap and fill exactly what the plan states (`BridgePlan.buffer_elements`).
 """
 
@@ -68,13 +69,12 @@ Layers: TypeAlias = tuple[tuple[Combine, tuple[Write, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """This rank's part of one level of a bucket. `reads_source`: whether all it sends are parts of source buffers."""
+    """This rank's part of one level of a bucket; `layers` are the writes of what it receives."""
 
     level: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     layers: Layers
-    reads_source: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,8 @@ def _prepare_bucket(number: int, bucket: Sequence[int], tensors: Sequence[LocalT
         return part._replace(tensor=position, sum=part.sum if part.sum < 0 else first_sum[position] + part.sum)
 
     copies = [(place(at, target), place(at, source)) for at, local in own for target, source in local.copies]
-    steps, filled = [], 0
+    steps: list[Step] = []
+    filled = 0
     for level in range(max((len(local.sends) for _, local in own), default=0)):
         sent = [(peer, place(at, part)) for at, local in own for peer, part in local.sends[level]]
         received = [
@@ -246,12 +247,12 @@ def _prepare_bucket(number: int, bucket: Sequence[int], tensors: Sequence[LocalT
         ]
         if not sent and not received:
             continue
+        assert steps or all(part.origin == "source" for _, part in sent), "sent before it is there"
         sends = _messages(sent, filled)
         filled += sum(message.num_elements for message in sends)
         receives = _messages([(receipt.peer, receipt.part) for receipt in received], filled)
         filled += sum(message.num_elements for message in receives)
-        reads_source = all(part.origin == "source" for _, part in sent)
-        steps.append(Step(level, sends, receives, _layers(receives, received), reads_source))
+        steps.append(Step(level, sends, receives, _layers(receives, received)))
     sums = []
     for shape in shapes:
         sums.append((filled, shape))

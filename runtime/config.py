@@ -26,6 +26,7 @@ from runtime.optimizer import AdamW
 from strategies.options import PlannerOptions
 
 __all__ = [
+    "BridgeConfig",
     "CalibrationConfig",
     "CheckpointConfig",
     "MemoryConfig",
@@ -208,6 +209,18 @@ class CheckpointConfig:
 
 
 @settings
+class BridgeConfig:
+    """How weights and gradients travel: in buckets of up to `bucket_mb` megabytes a rank, over the links of `cluster`.
+
+    `cluster` is a file or a known name (`docs/clusters.md`); None: links are taken to be equal inside a node, and which
+    ranks share one is what torchrun says.
+    """
+
+    bucket_mb: AboveZero = 25.0
+    cluster: str | None = None
+
+
+@settings
 class RunConfig:
     """Everything that decides what a training run does.
 
@@ -231,6 +244,7 @@ class RunConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    bridges: BridgeConfig = field(default_factory=BridgeConfig)
 
     def __post_init__(self) -> None:
         if self.data.vocab_size > self.model.vocab_size:

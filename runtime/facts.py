@@ -48,7 +48,7 @@ def trained_names(captured: Captured) -> set[str]:
 
 
 def check_same_everywhere(
-    cluster: Cluster, captured: Captured, pool: Pool, optimizer: AdamW, model: nn.Module, seed: int
+    cluster: Cluster, captured: Captured, pool: Pool, optimizer: AdamW, model: nn.Module, seed: int, bridges: str = ""
 ) -> None:
     """Raises `InvalidInput` where processes differ in program, pool, settings, version or weights. Collective."""
     own = {
@@ -56,6 +56,7 @@ def check_same_everywhere(
         "pool": _digest(write_pool(pool)),
         "optimizer": str(optimizer),
         "seed": str(seed),
+        "topology or size of buckets": bridges,
         "torch version": torch.__version__,
         "weights": _weights_digest(model),
     }

@@ -159,7 +159,7 @@ class Program:
         self.step_count = 0
         self.next_batch = BatchState()
         self.background = BackgroundWrite()
-        check_same_everywhere(cluster, captured, pool, optimizer, model, seed)
+        check_same_everywhere(cluster, captured, pool, optimizer, model, seed, f"{topology} {bucket_mb}")
         cluster.prepare(self._groups())
         self.ranks = {rank: self._rank_state(rank) for rank in cluster.local_ranks}
 

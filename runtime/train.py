@@ -20,6 +20,8 @@ from hgraph.data.batches import GlobalBatch, GlobalBatches, global_batches
 from hgraph.errors import HydraulisError, RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
+from hgraph.topology import Topology
+from hgraph.topology_file import load_topology, topology_from_environment
 from runtime.calibrate import MemoryLimits, calibrate
 from runtime.checkpoint.resume import start_of
 from runtime.config import RunConfig
@@ -135,11 +137,21 @@ def _compiled(
         profile=profile,
         planner=config.planner.options(),
         depth=config.planner.depth,
+        bucket_mb=config.bridges.bucket_mb,
+        topology=_topology(config),
         timeout_s=config.timeout_s,
         channel=channel,
     )
     say(f"ready after {time.perf_counter() - start_s:.1f} s")
     return program
+
+
+def _topology(config: RunConfig) -> Topology | None:
+    """The cluster of the job: nodes as torchrun says, links as configured. On simulated ranks, the configured one."""
+    cluster = config.bridges.cluster
+    if config.num_processes > 1:
+        return topology_from_environment(cluster=cluster)
+    return None if cluster is None else load_topology(cluster)
 
 
 def _compare(

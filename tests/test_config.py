@@ -240,7 +240,7 @@ OVERRIDE_FAULTS = [
         "optimiser.lr=1",
         "override 1: optimiser: unknown key; the keys here are name, seed, steps, num_processes, "
         "tokens_per_step, dtype, timeout_s, output, pool, model, data, optimizer, memory, planner, "
-        "calibration, checkpoint; did you mean 'optimizer'?",
+        "calibration, checkpoint, bridges; did you mean 'optimizer'?",
     ),
     (
         "optimizer.lrr=1",
