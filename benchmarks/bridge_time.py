@@ -31,8 +31,9 @@ from hgraph.bridge_plan import BridgePlan, plan_bridge
 from hgraph.bundles import TensorReshard
 from hgraph.shard_map import shard_map
 from runtime.bridge import Bridge
+from runtime.bridge_planner import bucket_elements
 from runtime.gloo import ProcessTransport
-from runtime.layouts import bucket_elements, optimizer_annotation
+from runtime.layouts import optimizer_annotation
 from runtime.process_groups import create_groups
 from runtime.requests import RankGenerator
 from runtime.reshard import PreparedReshard, prepare, run_reshard

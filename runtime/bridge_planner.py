@@ -1,4 +1,4 @@
-"""Plans the bridges of a program's strategies and the direct switches between them, each once for all local ranks."""
+"""Plans the bridges of a program's strategies and the direct switches between them, and makes a rank's part of each."""
 
 from __future__ import annotations
 
@@ -8,20 +8,52 @@ import torch
 
 from hgraph.bridge_plan import BridgePlan, plan_bridge
 from hgraph.capture import Captured
+from hgraph.errors import InvalidInput
 from hgraph.strategy import Strategy
 from hgraph.topology import Topology, single_node
 from passes.pipelines import CompiledScheme
+from runtime.bridge import Bridge
 from runtime.buffer_pool import BufferPool
-from runtime.layouts import StrategyBridges, bridge_plans, bucket_elements
-from runtime.switch_reshards import SwitchedKind, switch_reshards
+from runtime.layouts import SwitchedKind, switch_reshards
 
-__all__ = ["BridgePlanner"]
+__all__ = ["BridgePlanner", "StrategyBridges", "bridge_plans", "bucket_elements"]
 
 _KINDS: tuple[SwitchedKind, SwitchedKind] = ("parameters", "gradients")
 
 
+class StrategyBridges:
+    """Both bridges of one strategy on one rank.
+
+    Plans are of tensors named `name` or `name#k`: k counts the parts of a layout that is not one union of single
+    subgroups. `dtypes` are those that parameters and gradients travel in; both bridges take their buffers from `pool`.
+    """
+
+    def __init__(
+        self,
+        plans: tuple[BridgePlan, BridgePlan],
+        rank: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        pool: BufferPool | None = None,
+    ) -> None:
+        pool = pool or BufferPool(device)
+        self.parameters = Bridge(plans[0], rank, dtypes[0], device, pool=pool)
+        self.gradients = Bridge(plans[1], rank, dtypes[1], device, pool=pool, lane=1)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that both bridges move between all ranks in one step."""
+        return self.parameters.total_bytes + self.gradients.total_bytes
+
+
 class BridgePlanner:
-    """Plans the bridges of strategies (`bridge_plans`), each once for all ranks of the process."""
+    """Plans the bridges of strategies and the switches between them, each once for all ranks of the process.
+
+    `dtypes` are those that parameters and gradients travel in. A bucket takes up to `bucket_mb` megabytes (10^6 bytes)
+    on the rank that has most to send, receive and sum in it. Without `topology` all links are taken to be equal.
+
+    Raises `InvalidInput` for a size that is not above 0, or a topology of another number of ranks.
+    """
 
     def __init__(
         self,
@@ -32,37 +64,54 @@ class BridgePlanner:
         bucket_mb: float,
         topology: Topology | None,
     ) -> None:
-        self.compiled, self.captured, self.num_ranks = compiled, captured, num_ranks
-        self.dtypes, self.bucket_mb, self.topology = dtypes, bucket_mb, topology
+        self.compiled, self.captured, self.num_ranks, self.dtypes = compiled, captured, num_ranks, dtypes
+        self.topology = topology or single_node(num_ranks)
+        self._bucket_elements = {
+            kind: bucket_elements(bucket_mb, dtype) for kind, dtype in zip(_KINDS, dtypes, strict=True)
+        }
         self._known: dict[str, tuple[BridgePlan, BridgePlan]] = {}
+        if self.topology.num_ranks != num_ranks:
+            raise InvalidInput(
+                f"topology {self.topology.name}: expected the {num_ranks} ranks of the pool, got "
+                f"{self.topology.num_ranks}"
+            )
 
     def plans(self, strategy: Strategy) -> tuple[BridgePlan, BridgePlan]:
-        """Returns the plan of the parameter bridge and of the gradient bridge of a strategy."""
+        """Returns the plans that bring parameters to a strategy's layout, and its gradients to their owners."""
         if strategy.name not in self._known:
-            self._known[strategy.name] = bridge_plans(
-                strategy,
-                self.compiled,
-                self.captured,
-                self.num_ranks,
-                self.dtypes,
-                bucket_mb=self.bucket_mb,
-                topology=self.topology,
-            )
+            inward = self._plan(None, strategy, "parameters")
+            self._known[strategy.name] = inward, self._plan(strategy, None, "gradients")
         return self._known[strategy.name]
 
     def switch_plans(self, start: Strategy, end: Strategy) -> tuple[BridgePlan, BridgePlan]:
         """Returns the plans that take parameters and gradients from one strategy's layout to another's."""
-        sizes = [bucket_elements(self.bucket_mb, dtype) for dtype in self.dtypes]
-        plans = [
-            plan_bridge(
-                switch_reshards(start, end, kind, self.compiled, self.captured, self.num_ranks),
-                self.topology or single_node(self.num_ranks),
-                bucket_elements=size,
-            )
-            for kind, size in zip(_KINDS, sizes, strict=True)
-        ]
-        return plans[0], plans[1]
+        return self._plan(start, end, "parameters"), self._plan(start, end, "gradients")
 
     def bridges(self, strategy: Strategy, rank: int, device: torch.device, pool: BufferPool) -> StrategyBridges:
         """Returns the bridges of a strategy on one rank."""
         return StrategyBridges(self.plans(strategy), rank, self.dtypes, device, pool)
+
+    def _plan(self, start: Strategy | None, end: Strategy | None, kind: SwitchedKind) -> BridgePlan:
+        reshards = switch_reshards(start, end, kind, self.compiled, self.captured, self.num_ranks)
+        return plan_bridge(reshards, self.topology, bucket_elements=self._bucket_elements[kind])
+
+
+def bridge_plans(
+    strategy: Strategy,
+    compiled: Mapping[str, CompiledScheme],
+    captured: Captured,
+    num_ranks: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    bucket_mb: float,
+    topology: Topology | None = None,
+) -> tuple[BridgePlan, BridgePlan]:
+    """Returns the plan of the parameter bridge and of the gradient bridge; see `BridgePlanner`."""
+    return BridgePlanner(compiled, captured, num_ranks, dtypes, bucket_mb, topology).plans(strategy)
+
+
+def bucket_elements(bucket_mb: float, dtype: torch.dtype) -> int:
+    """Returns how many elements of `dtype` a bucket of `bucket_mb` megabytes holds, at least one."""
+    if not bucket_mb > 0:
+        raise InvalidInput(f"bucket_mb: expected a size above 0 MB, got {bucket_mb}")
+    return max(1, int(bucket_mb * 1e6) // dtype.itemsize)

@@ -27,10 +27,10 @@ from hgraph.plan import StepPlan
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Strategy
 from runtime.bridge import Bridge, arrived, ended
+from runtime.bridge_planner import StrategyBridges
 from runtime.buffer_pool import BufferPool
 from runtime.direct_switch import DirectSwitch
 from runtime.executor import MicroBatchResult, RankExecutor, begins
-from runtime.layouts import StrategyBridges
 from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import ShardedAdamW
 from runtime.requests import AllGather, AllReduce, Await, Join, RankGenerator, Signal, Start, Task

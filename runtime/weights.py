@@ -14,7 +14,8 @@ from hgraph.bridge_plan import plan_bridge
 from hgraph.bundles import TensorReshard
 from hgraph.capture import ParameterFacts
 from runtime.bridge import Bridge
-from runtime.layouts import bucket_elements, optimizer_annotation
+from runtime.bridge_planner import bucket_elements
+from runtime.layouts import optimizer_annotation
 
 if TYPE_CHECKING:
     from runtime.program import Program

@@ -280,7 +280,7 @@ def breaks_without_a_channel(where: str) -> tuple[str, float]:
     start_s = time.monotonic()
     try:
         if where == "planning" and rank == 0:
-            program.planning._plan_here = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+            program.planning._here = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
         if where == "step" and rank == 1:
             program.ranks[1].executables["tp1 x3"].executor.run = lambda *_: 1 / 0  # type: ignore[union-attr]
         if where == "step":

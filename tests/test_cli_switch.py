@@ -28,12 +28,12 @@ from hgraph.topology import Link, uniform
 from hgraph.topology_file import load_topology
 from passes.pipelines import CompiledScheme
 from runtime.bridge import Bridge
+from runtime.bridge_planner import bridge_plans
 from runtime.cli import main
 from runtime.cli.options import load_run_config
 from runtime.cli.switch import _inputs as make_inputs
 from runtime.cli.traffic_report import whole_nodes
-from runtime.layouts import bridge_plans
-from runtime.switch_reshards import switch_reshards
+from runtime.layouts import switch_reshards
 from tests.test_cli import ROOT, TINY, examples_of
 
 POOL = """\

@@ -18,10 +18,10 @@ from hgraph.errors import InvalidInput
 from hgraph.strategy import Scheme
 from hgraph.topology import Topology
 from runtime.bridge import arrived, landed, posted
+from runtime.bridge_planner import StrategyBridges, bridge_plans
 from runtime.cluster import ProcessCluster, SimulatedCluster
 from runtime.executor import begins
 from runtime.gloo import ProcessTransport
-from runtime.layouts import StrategyBridges, bridge_plans
 from runtime.messages import Event, Message
 from runtime.optimizer import AdamW
 from runtime.program import Program

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from passes.pipelines import CompiledScheme
     from runtime.cli.traffic_report import TrafficReport
     from runtime.config import RunConfig
-    from runtime.switch_reshards import SwitchedKind
+    from runtime.layouts import SwitchedKind
 
 __all__ = ["OPTIMIZER", "command"]
 
@@ -186,10 +186,10 @@ def _switch(
     from hgraph.bridge_plan import plan_bridge
     from hgraph.lower_bound import lower_bound
     from hgraph.traffic import traffic
+    from runtime.bridge_planner import bucket_elements
     from runtime.cli.reshard import ELEMENT_BYTES
     from runtime.cli.traffic_report import TrafficReport
-    from runtime.layouts import bucket_elements
-    from runtime.switch_reshards import switch_reshards
+    from runtime.layouts import switch_reshards
     from strategies.least_load import least_loads
 
     start, end = (None if name == OPTIMIZER else _strategy(pool, name) for name in ends)
