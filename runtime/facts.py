@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from hgraph.strategy_file import write_pool
 from runtime.cluster import Cluster
 from runtime.optimizer import AdamW
 
-__all__ = ["check_same_everywhere", "compute_dtype", "model_facts", "trained_names"]
+__all__ = ["check_same_everywhere", "compute_dtype", "leaf_template", "model_facts", "trained_names"]
 
 _ATTENTION = torch.ops.hydraulis.packed_attention.default
 
@@ -45,6 +46,22 @@ def trained_names(captured: Captured) -> set[str]:
     """Returns the first names of the parameters that get a gradient; no strategy changes which."""
     reached = set(captured.outputs)
     return {facts.name for facts in captured.parameters if facts.requires_grad and not reached.isdisjoint(facts.names)}
+
+
+def leaf_template(pool: Pool, model: nn.Module) -> str | Sequence[tuple[str, str]]:
+    """The pool's template; `hf` is what the model says of itself (`_tp_plan` of Hugging Face models)."""
+    if pool.template != "hf":
+        return pool.template
+    plan = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+    if not plan:
+        raise InvalidInput(f"template hf: {type(model).__name__} has no _tp_plan; use template: megatron")
+    roles = {"colwise": "column", "rowwise": "row"}
+    split = [
+        (f"{pattern}.weight", roles[style.split("_")[0]])
+        for pattern, style in plan.items()
+        if style.split("_")[0] in roles
+    ]
+    return [*split, ("*", "replicate")]
 
 
 def check_same_everywhere(

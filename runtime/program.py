@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hgraph.capture import Captured, LossFunction, capture
 from hgraph.check_plan import check_plan, check_sequenced_plan
 from hgraph.data.batches import BatchState, GlobalBatch, GlobalBatches, make_batch
-from hgraph.errors import InvalidInput, RankFailed
+from hgraph.errors import RankFailed
 from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.shard_map import relative
@@ -35,7 +35,7 @@ from runtime.checkpoint.background import BackgroundWrite
 from runtime.cluster import Cluster, choose_cluster
 from runtime.direct_switch import DirectSwitch
 from runtime.executor import RankExecutor
-from runtime.facts import check_same_everywhere, compute_dtype, model_facts, trained_names
+from runtime.facts import check_same_everywhere, compute_dtype, leaf_template, model_facts, trained_names
 from runtime.failure_channel import FailureChannel
 from runtime.layouts import owned_box
 from runtime.lookups import check_lengths, longest_sequence, vocabulary
@@ -48,7 +48,7 @@ from runtime.step_output import StepOutput
 from runtime.weights import gather, initial_value, write_back
 from strategies.options import PlannerOptions
 
-__all__ = ["Program", "compile", "leaf_template"]
+__all__ = ["Program", "compile"]
 
 
 def compile(
@@ -111,22 +111,6 @@ def compile(
 
 def _named(dump: Callable[[str, str, str], None], scheme: str) -> Callable[[str, str], None]:
     return lambda name, text: dump(scheme, name, text)
-
-
-def leaf_template(pool: Pool, model: nn.Module) -> str | Sequence[tuple[str, str]]:
-    """The pool's template; `hf` is what the model says of itself (`_tp_plan` of Hugging Face models)."""
-    if pool.template != "hf":
-        return pool.template
-    plan = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
-    if not plan:
-        raise InvalidInput(f"template hf: {type(model).__name__} has no _tp_plan; use template: megatron")
-    roles = {"colwise": "column", "rowwise": "row"}
-    split = [
-        (f"{pattern}.weight", roles[style.split("_")[0]])
-        for pattern, style in plan.items()
-        if style.split("_")[0] in roles
-    ]
-    return [*split, ("*", "replicate")]
 
 
 class Program:

@@ -74,8 +74,7 @@ def command(
 
 def _with_model(file: str | None, config: RunConfig, refuse_idle: bool) -> PoolReport:
     """Returns the report with what the model and the configuration add to it."""
-    from runtime.facts import model_facts
-    from runtime.program import leaf_template
+    from runtime.facts import leaf_template, model_facts
 
     model, captured = captured_model(config)
     facts = model_facts(captured)

@@ -140,7 +140,7 @@ def _compiled(
     dump: Callable[[str], Callable[[str, str], None]] | None = None,
 ) -> dict[str, CompiledScheme]:
     from passes.pipelines import compile_scheme, normalized
-    from runtime.program import leaf_template
+    from runtime.facts import leaf_template
 
     template = leaf_template(pool, model)
     start = normalized(captured, dump=None if dump is None else dump(""))

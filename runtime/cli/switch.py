@@ -147,8 +147,7 @@ def _inputs(config: RunConfig, ends: tuple[str, str]) -> tuple[Pool, Captured, d
     _check_names(read_pool(config, None), ends)  # what is wrong in the file is told before the model is traced
     model, captured = captured_model(config)
     from passes.pipelines import compile_scheme, normalized
-    from runtime.facts import model_facts
-    from runtime.program import leaf_template
+    from runtime.facts import leaf_template, model_facts
 
     pool = read_pool(config, model_facts(captured))
     template, start = leaf_template(pool, model), normalized(captured)
