@@ -1,7 +1,7 @@
 """Proves routes, whoever made them, by running them on symbols: each rank has a multiset of a bundle's terms.
 
 Nothing here knows how `find_routes` works. The properties are the invariants of `hgraph/route_plan.py`; a message names
-the broken one: *ordered*, *carried*, *held*, *complete* or *crossing once*.
+the broken one: *ordered*, *carried*, *held*, *complete*, *crossing once* or *one level per pair*.
 """
 
 from __future__ import annotations
@@ -42,6 +42,20 @@ def check_routes(routes: Routes, bundles: Sequence[Bundle], topology: Topology) 
         check = _Check(number, bundle, int(routes.roots[number]), topology)
         check.run(transfers.get(number, []))
         check.complete()
+    _check_levels_of_pairs(routes)
+
+
+def _check_levels_of_pairs(routes: Routes) -> None:
+    levels: dict[tuple[bool, int, int], int] = {}
+    columns = (routes.level, routes.sender, routes.receiver)
+    for level, sender, receiver in zip(*(column.tolist() for column in columns), strict=True):
+        known = levels.setdefault((level < 2, sender, receiver), level)
+        if known != level:
+            kind = "sums" if level < 2 else "copies"
+            raise PlanError(
+                f"routes are not one level per pair: expected {kind} from rank {sender} to rank {receiver} in one "
+                f"level, got levels {known} and {level}"
+            )
 
 
 class _Check:

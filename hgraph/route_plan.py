@@ -2,13 +2,16 @@
 
 Four levels run one after another:
 
-0. sums inside a node; 1. sums to the root over the network; 2. copies over the network; 3. copies inside a node.
+0. sums inside a node; 1. sums to the root; 2. copies from holders and roots; 3. copies inside a node.
 
-The *root* of a bundle is the receiver where its terms meet. Planned by `find_routes`, proved by `check_routes`.
+Levels 1 and 2 cross the network, or lead between a root or holder and the rank beside it that sums or copies for it (a
+*relay*, `hgraph/route_chains.py`). The *root* of a bundle is the receiver where its terms meet. Planned by
+`find_routes`, proved by `check_routes`.
 
 Invariants
 ----------
 - Transfers are in ascending order of level, then of bundle.
+- All copies that one rank sends another go in one level, and so do all sums.
 - Only holders and receivers of a bundle carry it.
 - A sender has what it sends: its own term or value, a sum of an earlier level, or a value that came earlier.
 - Every term reaches the root once; every receiver gets the value once, and none that holds it.

@@ -5,7 +5,8 @@ that several ranks of a node need crosses the network once, to one of them, the 
 2504.20490, section 4, has resharding as send/recv and hierarchical collectives; choice by load and relays are ours.)
 
 Senders: own copy first, then the nearer link, then the least loaded sender. Entries and ranks that sum are chosen by
-the least load too. Bundles are routed from the largest to the smallest, so loads balance well.
+the least load too. Bundles are routed from the largest to the smallest, so loads balance well. Ranks that serve those
+beside them more than others do are relieved at the end (`hgraph/route_chains.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy
 from hgraph.bundles import Bundle
 from hgraph.errors import InvalidInput
 from hgraph.reshard_needs import Family
+from hgraph.route_chains import relieve_busiest
 from hgraph.route_plan import SCRATCH, SOURCE, TARGET, Integers, Routes
 from hgraph.topology import Topology, ranks_by_node
 
@@ -31,7 +33,7 @@ def find_routes(bundles: Sequence[Bundle], topology: Topology) -> Routes:
     router = _Router(topology)
     for number in sorted(range(len(bundles)), key=lambda number: -bundles[number].num_elements):
         router.route(number, bundles[number])
-    return router.found.routes(router.roots, len(bundles))
+    return relieve_busiest(router.found.routes(router.roots, len(bundles)), bundles, topology)
 
 
 def check_ranks(where: str, ranks: Sequence[int], topology: Topology) -> None:

@@ -85,6 +85,23 @@ def test_a_root_adds_to_its_own_term_and_others_get_the_sum() -> None:
     )
 
 
+def test_a_relay_passes_on_copies_and_sums_inside_a_node() -> None:
+    topology = nodes((0, 1, 2), (3,))
+    box = ((0, 4),)
+    plan = bridge_of(("0[]", "1-3[R]", (4,)), topology=topology)
+    prove(plan)
+    assert plan.reshard_plan("t0").phases == (
+        (Move(0, 3, box), Move(0, 1, box)),
+        (Move(1, 2, box, origin="target"),),
+    )
+    plan = bridge_of(("1-3[P]", "0[]", (4,)), topology=topology)
+    prove(plan)
+    assert plan.reshard_plan("t0").phases == (
+        (Move(1, 1, box, "copy", "source", "scratch"), Move(2, 1, box, "sum", "source", "scratch")),
+        (Move(1, 0, box, "copy", "scratch"), Move(3, 0, box, "sum")),
+    )
+
+
 def test_the_layouts_of_several_tensors_share_their_bundles_and_loads() -> None:
     plan = bridge_of(*[("0-1[R]", "2-3[S(0)]", (4,))] * 2, ("0-1[R]", "2[]", (4,)))
     assert len(plan.patterns) == 2 and len(plan.bundles) == 2

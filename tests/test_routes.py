@@ -125,6 +125,106 @@ def test_the_largest_bundle_is_routed_first() -> None:
     assert dict(zip(routes.bundle.tolist(), routes.sender.tolist(), strict=True)) == {1: 0, 0: 1}
 
 
+# Chains: rank 0 serves the ranks beside it, and is relieved by one of them
+
+THREE_AND_ONE = nodes((0, 1, 2), (3,))
+
+
+def levels_of(routes: Routes, sender: int, receiver: int) -> list[int]:
+    """Returns the levels of the transfers of a pair of ranks."""
+    return routes.level[(routes.sender == sender) & (routes.receiver == receiver)].tolist()
+
+
+def test_the_busiest_rank_serves_one_that_serves_another() -> None:
+    routes = routed(THREE_AND_ONE, Bundle(((0,),), (1, 2, 3), 8))
+    assert listed(routes) == [(2, 0, 3, SOURCE), (2, 0, 1, SOURCE), (3, 1, 2, TARGET)]
+
+
+@pytest.mark.parametrize("is_root_a_holder", [True, False])
+def test_the_busiest_root_is_sent_a_sum(is_root_a_holder: bool) -> None:
+    terms = ((0,), (1,), (2,), (3,))[1 - is_root_a_holder :]
+    routes = routed(THREE_AND_ONE, Bundle(terms, (0,), 8))
+    assert listed(routes) == [(0, 2, 1, SOURCE), (1, 1, 0, SCRATCH), (1, 3, 0, SOURCE)]
+    assert routes.into_scratch.tolist() == [True, False, False]
+    assert routes.combines.tolist() == [True, is_root_a_holder, True]
+
+
+def test_without_a_network_there_is_no_chain() -> None:
+    routes = routed(nodes((0, 1, 2)), Bundle(((0,),), (1, 2), 8))
+    assert listed(routes) == [(3, 0, 1, SOURCE), (3, 0, 2, SOURCE)]
+
+
+def test_terms_that_may_not_be_summed_on_the_way_make_no_chain() -> None:
+    routes = routed(THREE_AND_ONE, Bundle(((1,), (2,), (3,)), (0,), 8, direct=True))
+    assert listed(routes) == [(0, 1, 0, SOURCE), (0, 2, 0, SOURCE), (1, 3, 0, SOURCE)]
+
+
+def test_a_rank_is_not_relieved_below_one_that_cannot_be() -> None:
+    topology = nodes((0, 1, 2), (3, 4, 5))
+    routes = routed(topology, Bundle(((0,),), (1, 2, 3, 4, 5), 8))
+    assert levels_of(routes, 0, 1) == levels_of(routes, 0, 2) == [3]
+    topology = nodes((0, 1, 2), (3, 4, 5), (6, 7))
+    bundles = (Bundle(((0,),), (1, 2, 6), 100), Bundle(((3,),), (4, 5), 10), Bundle(((6,),), (7,), 50))
+    routes = routed(topology, *bundles)
+    assert levels_of(routes, 0, 1) == [2] and levels_of(routes, 3, 4) == levels_of(routes, 3, 5) == [3]
+
+
+def test_a_relay_is_not_relieved_itself() -> None:
+    from_0, from_1 = Bundle(((0,),), (1, 2, 3), 300), Bundle(((1,),), (0, 2), 100)
+    routes = routed(THREE_AND_ONE, from_0, from_1, Bundle(((2,),), (1,), 350), Bundle(((0,),), (1,), 80))
+    assert levels_of(routes, 0, 1) == [2, 2] and levels_of(routes, 1, 2) == [3, 3] and levels_of(routes, 1, 0) == [3]
+
+
+def test_two_hubs_share_a_relay_that_is_no_hub() -> None:
+    from_0, from_1 = Bundle(((0,),), (1, 2, 3), 300), Bundle(((1,),), (0, 2), 100)
+    routes = routed(THREE_AND_ONE, from_0, from_1, Bundle(((1,),), (0,), 250))
+    assert levels_of(routes, 0, 2) == levels_of(routes, 1, 2) == [2]
+    assert levels_of(routes, 2, 0) == levels_of(routes, 2, 1) == [3]
+
+
+def test_all_that_a_hub_sends_its_relay_goes_in_one_level() -> None:
+    big, small = Bundle(((0,),), (1, 2, 3), 100), Bundle(((0,),), (1,), 1)
+    assert levels_of(routed(THREE_AND_ONE, big, small), 0, 1) == [2, 2]
+    big, small = Bundle(((0,), (1,), (2,), (3,)), (0,), 100), Bundle(((1,), (3,)), (0,), 1)
+    assert levels_of(routed(THREE_AND_ONE, big, small), 1, 0) == [1, 1]
+
+
+def copies(size: int) -> tuple[Bundle, ...]:
+    """Returns bundles of which the last, of `size`, enters the node of rank 0 there; of the first, 0 is the hub."""
+    return (
+        Bundle(((0,),), (1, 2, 3), 1000),
+        *(Bundle(((3,),), (rank,), 200) for rank in (1, 2)),
+        Bundle(((3,),), (0, 1, 2), size),
+    )
+
+
+def sums(size: int) -> tuple[Bundle, ...]:
+    """Returns the mirror image of `copies`."""
+    return (
+        Bundle(((0,), (1,), (2,), (3,)), (0,), 1000),
+        *(Bundle(((rank,),), (3,), 200) for rank in (1, 2)),
+        Bundle(((0,), (1,), (2,)), (3,), size),
+    )
+
+
+def test_a_relay_becomes_the_entry_of_a_small_bundle_in_place_of_its_hub() -> None:
+    routes = routed(THREE_AND_ONE, *copies(10))
+    assert levels_of(routes, 0, 1) == [2] and levels_of(routes, 1, 2) == [3, 3]
+    of_last = routes.bundle == 3
+    assert list(zip(routes.sender[of_last], routes.receiver[of_last], strict=True)) == [(3, 1), (1, 0), (1, 2)]
+    routes = routed(THREE_AND_ONE, *sums(10))
+    of_last = routes.bundle == 3
+    assert levels_of(routes, 1, 0) == [1] and levels_of(routes, 2, 1) == [0, 0]
+    assert list(zip(routes.sender[of_last], routes.receiver[of_last], strict=True)) == [(0, 1), (2, 1), (1, 3)]
+
+
+def test_where_a_large_bundle_would_enter_elsewhere_there_is_no_chain() -> None:
+    routes = routed(THREE_AND_ONE, *copies(100))
+    assert levels_of(routes, 0, 1) == levels_of(routes, 0, 2) == [3, 3]
+    routes = routed(THREE_AND_ONE, *sums(100))
+    assert levels_of(routes, 1, 0) == levels_of(routes, 2, 0) == [0, 0]
+
+
 # Invariants, each broken once
 
 BUNDLES = (
@@ -142,15 +242,16 @@ def changed(routes: Routes, at: int, **fields: int) -> Routes:
     return replace(routes, **arrays)
 
 
+COLUMNS = [field.name for field in dataclasses.fields(Routes) if field.name != "roots"]
+
+
 def without(routes: Routes, at: int) -> Routes:
-    names = [field.name for field in dataclasses.fields(Routes) if field.name != "roots"]
-    return replace(routes, **{name: numpy.delete(getattr(routes, name), at) for name in names})
+    return replace(routes, **{name: numpy.delete(getattr(routes, name), at) for name in COLUMNS})
 
 
 def twice(routes: Routes, at: int, **fields: int) -> Routes:
     """Returns routes with a transfer inserted, which has other fields, behind transfer `at`."""
-    names = [field.name for field in dataclasses.fields(Routes) if field.name != "roots"]
-    arrays = {name: getattr(routes, name) for name in names}
+    arrays = {name: getattr(routes, name) for name in COLUMNS}
     more = {name: numpy.insert(array, at + 1, fields.get(name, array[at])) for name, array in arrays.items()}
     return replace(routes, **more)
 
@@ -179,6 +280,19 @@ def test_the_sample_of_the_broken_routes_is_right() -> None:
     assert [(sender, receiver) for _, sender, receiver, _ in listed(routed(PAIRS, *BUNDLES))] == [
         (1, 0), (4, 2), (0, 2), (2, 6), (0, 4), (2, 3), (0, 1), (4, 5),
     ]  # fmt: skip
+
+
+def test_copies_and_sums_of_a_pair_go_in_one_level() -> None:
+    for bundle, at, level, kind in (
+        (Bundle(((0,),), (1,), 1), 0, 2, "copies from rank 0 to rank 1"),
+        (Bundle(((1,),), (0,), 1), 0, 2, "copies from rank 1 to rank 0"),
+        (Bundle(((0,), (1,)), (0,), 1), 1, 1, "sums from rank 1 to rank 0"),
+    ):
+        routes = changed(find_routes([bundle, bundle], PAIRS), at, level=level)
+        order = numpy.lexsort((routes.bundle, routes.level))
+        routes = replace(routes, **{field: getattr(routes, field)[order] for field in COLUMNS})
+        with pytest.raises(PlanError, match=f"not one level per pair: expected {kind} in one level, got levels"):
+            check_routes(routes, [bundle, bundle], PAIRS)
 
 
 @pytest.mark.parametrize("name", BROKEN)
