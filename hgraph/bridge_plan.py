@@ -93,7 +93,8 @@ class BridgePlan:
         routes, count = self.routes, self.elements(bucket)
         moved = count[routes.bundle].astype(float)
         scratch = routes.into_scratch
-        summing = numpy.unique(numpy.stack([routes.bundle[scratch], routes.receiver[scratch]]), axis=1)
+        num_ranks = self.topology.num_ranks
+        summing = divmod(numpy.unique(routes.bundle[scratch] * num_ranks + routes.receiver[scratch]), num_ranks)
         result = numpy.zeros(self.topology.num_ranks)
         for ranks, elements in ((routes.sender, moved), (routes.receiver, moved), (summing[1], count[summing[0]])):
             result += numpy.bincount(ranks, elements, minlength=len(result))

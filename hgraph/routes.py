@@ -4,7 +4,7 @@ A value with several terms is summed on the way: inside each node at one rank, t
 that several ranks of a node need crosses the network once, to one of them, the *entry*, which shares it. (HSPMD, arXiv
 2504.20490, section 4, has resharding as send/recv and hierarchical collectives; choice by load and relays are ours.)
 
-Senders: own copy first, then the nearer link, then the least loaded sender. Entries and ranks that sum are chosen by
+Senders: own copy first, then the nearer link, then the sender that is done soonest, by load and bandwidth. Entries and ranks that sum are chosen by
 the least load too. Bundles are routed from the largest to the smallest, so loads balance well. Ranks that serve those
 beside them more than others do are relieved at the end (`hgraph/route_chains.py`).
 """
@@ -69,9 +69,17 @@ class _Terms:
 
 
 class _Loads:
-    """Elements sent and received so far, per rank and link class; the last entry stands for no rank and is infinite."""
+    """Elements sent and received so far, per rank and link class; the last entry stands for no rank and is infinite.
+
+    Over the network they count by how long they take: `slowness` is 1 on the fastest ports and more on others, by what
+    a rank has of its port's bandwidth.
+    """
 
     def __init__(self, topology: Topology) -> None:
+        shares = numpy.zeros(topology.num_ranks)
+        for node in topology.nodes:
+            shares[list(node.ranks)] = node.network.bandwidth_gb_s / node.ranks_per_port
+        self.slowness = shares.max() / shares
         self.network_out, self.network_in, self.local_out, self.local_in = (
             numpy.append(numpy.zeros(topology.num_ranks), numpy.inf) for _ in range(4)
         )
@@ -86,19 +94,25 @@ class _Loads:
         chosen = numpy.where(ties, second[candidates], numpy.inf).argmin(axis=-1)
         return numpy.take_along_axis(candidates, chosen[..., None], axis=-1)[..., 0]
 
+    def take_turns_sending(self, ranks: Sequence[int], count: int, size: int) -> list[int]:
+        """Returns `count` times who of `ranks` has least to send over the network, and adds `size` to that."""
+        return self.take_turns(self.network_out, ranks, count, size, self.slowness)
+
     @staticmethod
-    def take_turns(loads: numpy.ndarray, ranks: Sequence[int], count: int, size: int) -> list[int]:
+    def take_turns(
+        loads: numpy.ndarray, ranks: Sequence[int], count: int, size: int, slowness: numpy.ndarray | None = None
+    ) -> list[int]:
         """Returns `count` times the least loaded of `ranks`, the first of several, and loads it with `size`."""
         if len(ranks) == 1:
-            loads[ranks[0]] += size * count
+            loads[ranks[0]] += size * count * (1.0 if slowness is None else slowness[ranks[0]])
             return [ranks[0]] * count
         waiting = [(loads[rank], place, rank) for place, rank in enumerate(ranks)]
         heapq.heapify(waiting)
         taken = []
         for _ in range(count):
-            load, place, rank = waiting[0]
-            heapq.heapreplace(waiting, (load + size, place, rank))
-            loads[rank] += size
+            _, place, rank = waiting[0]
+            loads[rank] += size if slowness is None else size * slowness[rank]
+            heapq.heapreplace(waiting, (loads[rank], place, rank))
             taken.append(rank)
         return taken
 
@@ -191,8 +205,8 @@ class _Router:
         """Sends over the network to one of each row of `ranks`, which gives it to the others of its row."""
         loads = self.loads
         entries = loads.least(loads.network_in, loads.local_out, ranks)
-        loads.network_in[entries] += size
-        self.found.add(number, 2, origin, loads.take_turns(loads.network_out, holders, len(entries), size), entries)
+        loads.network_in[entries] += size * loads.slowness[entries]
+        self.found.add(number, 2, origin, loads.take_turns_sending(holders, len(entries), size), entries)
         others = (ranks >= 0) & (ranks != entries[:, None])
         count = others.sum(axis=1)
         if count.any():
@@ -244,8 +258,8 @@ class _Router:
         count = numpy.bincount(taken.row[sends], minlength=len(summing))
         numpy.add.at(loads.local_out, senders, size)
         loads.local_in[summing] += size * count
-        loads.network_out[summing] += size
-        loads.network_in[root] += size * len(summing)
+        loads.network_out[summing] += size * loads.slowness[summing]
+        loads.network_in[root] += size * len(summing) * loads.slowness[root]
         self.found.add(number, 0, SOURCE, senders, own[sends], copies=0)
         alone, together = summing[count == 0], summing[count > 0]
         self.found.add(number, 1, SOURCE, alone, [root], copies=int(not has_value))
@@ -274,8 +288,8 @@ class _Router:
                 near.append(at_root)
         has_value = any(root in holders for holders in near)
         has_value |= self._reduce_locally(number, size, near, root, has_value)
-        senders = [loads.take_turns(loads.network_out, holders, 1, size)[0] for holders in far]
-        loads.network_in[root] += size * len(senders)
+        senders = [loads.take_turns_sending(holders, 1, size)[0] for holders in far]
+        loads.network_in[root] += size * len(senders) * loads.slowness[root]
         self.found.add(number, 1, SOURCE, senders, [root], copies=int(not has_value))
 
     def _taken(self, terms: Family, root: int) -> _Terms:

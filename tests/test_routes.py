@@ -14,7 +14,7 @@ from hgraph.check_routes import check_routes
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.route_plan import SCRATCH, SOURCE, TARGET, Routes
 from hgraph.routes import find_routes
-from hgraph.topology import Topology
+from hgraph.topology import Link, Node, Topology
 from tests.bridge_samples import BridgeSample, bridge_samples, nodes
 
 PAIRS = nodes((0, 1), (2, 3), (4, 5), (6, 7))
@@ -107,6 +107,17 @@ def test_what_every_receiver_holds_does_not_move() -> None:
 def test_the_holders_of_one_bundle_take_turns() -> None:
     routes = routed(PAIRS, Bundle(((0, 1),), (2, 4, 6), 1))
     assert routes.sender.tolist() == [0, 1, 0]
+
+
+def test_a_holder_with_half_the_bandwidth_sends_half_as_much() -> None:
+    links = [Link(10.0, 1.0), Link(5.0, 1.0), Link(10.0, 1.0)]
+    mixed = Topology(
+        "mixed", tuple(Node(f"node{n}", (2 * n, 2 * n + 1), Link(100.0, 1.0), link) for n, link in enumerate(links))
+    )
+    bundles = [Bundle(((0, 2),), (4,), 10 + number) for number in range(9)]
+    senders = routed(mixed, *bundles).sender.tolist()
+    assert (senders.count(0), senders.count(2)) == (6, 3)
+    assert routed(PAIRS, *bundles).sender.tolist().count(2) in (4, 5)
 
 
 def test_senders_receivers_and_ranks_that_sum_take_turns() -> None:
