@@ -4,9 +4,9 @@ A value with several terms is summed on the way: inside each node at one rank, t
 that several ranks of a node need crosses the network once, to one of them, the *entry*, which shares it. (HSPMD, arXiv
 2504.20490, section 4, has resharding as send/recv and hierarchical collectives; choice by load and relays are ours.)
 
-Senders: own copy first, then the nearer link, then the sender that is done soonest, by load and bandwidth. Entries and ranks that sum are chosen by
-the least load too. Bundles are routed from the largest to the smallest, so loads balance well. Ranks that serve those
-beside them more than others do are relieved at the end (`hgraph/route_chains.py`).
+Senders: own copy first, then the nearer link, then the sender that is done soonest, by load and bandwidth. Entries and
+ranks that sum are chosen by the least load too. Bundles are routed from the largest to the smallest, so loads balance
+well. Ranks that serve those beside them more than others do are relieved at the end (`hgraph/route_chains.py`).
 """
 
 from __future__ import annotations
