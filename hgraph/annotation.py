@@ -12,6 +12,7 @@ Text form, which parses back:
 Invariants
 ----------
 - A subgroup has at least one rank, each once; the mesh's sizes multiply to their number; one placement per axis.
+- Ranks are below `MOST_RANKS`.
 - Axes that shard one dim nest in mesh order (the first cuts, the next cuts each piece).
 - A rank appears in one subgroup only. A union of one subgroup has no hetero placement (it is `Replicate()`).
 - All partial placements of one annotation have the same reduction.
@@ -29,7 +30,10 @@ from dataclasses import dataclass
 from hgraph.errors import InvalidAnnotation
 from hgraph.placements import Partial, Placement, Replicate, Shard, balanced_sizes, parse_placement
 
-__all__ = ["Annotation", "Subgroup", "replicated", "sharded"]
+__all__ = ["MOST_RANKS", "Annotation", "Subgroup", "replicated", "sharded"]
+
+MOST_RANKS = 2**20
+"""More than any cluster has. A number above it is a slip, and is refused before anything is made for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,10 @@ class Subgroup:
             raise InvalidAnnotation("subgroup: expected at least one rank, got none")
         if len(set(ranks)) != len(ranks) or min(ranks) < 0:
             raise InvalidAnnotation(f"subgroup: expected distinct ranks of 0 or more, got {ranks}")
+        if max(ranks) >= MOST_RANKS:
+            raise InvalidAnnotation(f"subgroup: {_too_large(max(ranks))}")
         if math.prod(mesh) != len(ranks) or any(size < 1 for size in mesh):
-            raise InvalidAnnotation(f"subgroup: expected a mesh of {len(ranks)} ranks, got {'x'.join(map(str, mesh))}")
+            raise InvalidAnnotation(f"subgroup: expected a mesh of {len(ranks)} ranks, got {_mesh_text(ranks, mesh)}")
         if len(placements) != len(mesh):
             raise InvalidAnnotation(
                 f"subgroup: expected one placement per axis of mesh {mesh}, got {len(placements)} placements"
@@ -238,15 +244,30 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def _mesh_text(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> str:
+    if not mesh:
+        return f"no axis; write {_ranks_text(ranks)}[R] where each holds the whole"
+    return "x".join(map(str, mesh))
+
+
 def _parse_ranks(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            ranks.extend(range(int(first), int(last) + 1) if dash else [int(first)])
+            start, end = int(first), int(last if dash else first)
         except ValueError as error:
             raise InvalidAnnotation(f"ranks: expected numbers and ranges such as 0-3,5, got {text!r}") from error
+        if max(start, end) >= MOST_RANKS:
+            raise InvalidAnnotation(f"ranks: {_too_large(max(start, end))}")
+        if len(ranks) + end - start >= MOST_RANKS:
+            raise InvalidAnnotation(f"ranks: expected distinct ranks, at most {MOST_RANKS:,} of them, got more")
+        ranks.extend(range(start, end + 1))
     return tuple(ranks)
+
+
+def _too_large(rank: int) -> str:
+    return f"expected ranks below {MOST_RANKS} (2^20), got rank {rank}"
 
 
 def _split_outside_parentheses(text: str) -> list[str]:

@@ -19,6 +19,7 @@ from functools import cached_property
 
 import numpy
 
+from hgraph.bundle_cuts import cut_bundles
 from hgraph.bundles import Bundle, Pattern, Tensor, TensorReshard, gather_bundles, scale_box
 from hgraph.errors import InvalidInput
 from hgraph.reshard_plan import Move, ReshardPlan
@@ -118,19 +119,30 @@ def plan_bridge(
     topology: Topology | None = None,
     *,
     bucket_elements: int | None = None,
+    smallest_part: int = 1 << 16,
 ) -> BridgePlan:
     """Returns the plan that reshards all tensors, given in the order of their first use.
 
     `bucket_elements` cuts them into buckets: a new one begins where some rank would otherwise send, receive and sum
     more elements than that in one bucket (a tensor that has more makes a bucket by itself). Without it, all are one.
 
-    Raises `InvalidInput` where an annotation does not fit its tensor's shape or names a rank the topology has not.
+    Where several ranks could send, sum or take in a bundle, it is cut into parts of at least about `smallest_part`
+    elements, so that they share the load (`hgraph/bundle_cuts.py`).
+
+    Raises `InvalidInput` where an annotation does not fit its tensor's shape or names a rank the topology has not, and
+    where `bucket_elements` is not an integer of 1 or more.
     """
+    is_count = isinstance(bucket_elements, (int, numpy.integer)) and not isinstance(bucket_elements, bool)
+    if bucket_elements is not None and not (is_count and bucket_elements >= 1):
+        raise InvalidInput(
+            f"bridge: expected bucket_elements of 1 or more, an integer, got {bucket_elements!r}; leave it out for one "
+            "bucket"
+        )
     annotations = {id(annotation): annotation for r in reshards for annotation in (r.source, r.target)}
     ranks = {rank for annotation in annotations.values() for rank in annotation.ranks}
     topology = topology or single_node(max(ranks, default=0) + 1)
     check_ranks("bridge", tuple(ranks), topology)
-    tensors, patterns, bundles = gather_bundles(reshards)
+    tensors, patterns, bundles = cut_bundles(*gather_bundles(reshards, topology), topology, smallest_part)
     routes = find_routes(bundles, topology)
     whole = (tuple(range(len(tensors))),) if tensors else ()
     plan = BridgePlan(tuple(tensors), tuple(patterns), tuple(bundles), routes, topology, whole)

@@ -23,6 +23,7 @@ from hgraph.errors import InvalidInput
 from hgraph.placements import Shard
 from hgraph.reshard_needs import Family, Need, find_needs, is_in_place
 from hgraph.shard_map import Box, ShardMap, shard_map
+from hgraph.topology import Topology
 
 __all__ = ["Bundle", "Pattern", "Tensor", "TensorReshard", "gather_bundles", "scale_box"]
 
@@ -99,12 +100,16 @@ def scale_box(box: Box, scale: Sequence[int]) -> Box:
     return tuple((start * unit, stop * unit) for (start, stop), unit in zip(box, scale, strict=True))
 
 
-def gather_bundles(reshards: Sequence[TensorReshard]) -> tuple[list[Tensor], list[Pattern], list[Bundle]]:
+def gather_bundles(
+    reshards: Sequence[TensorReshard], topology: Topology | None = None
+) -> tuple[list[Tensor], list[Pattern], list[Bundle]]:
     """Returns the tensors with their patterns, the patterns, and the bundles of all of them.
+
+    With a topology, terms of a partial target go to terms in their own node where they can.
 
     Raises `InvalidAnnotation` where an annotation does not fit its tensor's shape.
     """
-    gathering = _Gathering()
+    gathering = _Gathering(None if topology is None else topology.node_of)
     tensors = [gathering.tensor(reshard) for reshard in reshards]
     return tensors, gathering.patterns, gathering.bundles(tensors)
 
@@ -129,7 +134,8 @@ def _annotation_cuts(annotation: Annotation, num_dims: int) -> _Cuts:
 class _Gathering:
     """Patterns and the keys of bundles as they are met."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_of: Sequence[int] | None) -> None:
+        self._node_of = node_of
         self.patterns: list[Pattern] = []
         self._pattern_numbers: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self._annotations = _Numbers()
@@ -162,7 +168,7 @@ class _Gathering:
 
     def _pattern(self, reshard: TensorReshard, units: tuple[int, ...]) -> Pattern:
         source, target = self._map(reshard.source, units), self._map(reshard.target, units)
-        needs = find_needs(source, target)
+        needs = find_needs(source, target, self._node_of)
         bundles = tuple(
             self._bundles.setdefault((need.terms, need.receivers, need.direct), len(self._bundles)) for need in needs
         )

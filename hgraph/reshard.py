@@ -66,7 +66,7 @@ def plan_reshard(
         check_ranks("plan_reshard", (*source.ranks, *target.ranks), topology)
     planned = tuple(max(length, 1) if dim in free else length for dim, length in enumerate(lengths))
     source_map, target_map = shard_map(source, planned), shard_map(target, planned)
-    needs = find_needs(source_map, target_map)
+    needs = find_needs(source_map, target_map, None if topology is None else topology.node_of)
     if is_in_place(source_map, target_map, needs):
         return ReshardPlan(source, target, lengths, (), free)
     first_combines = not target.is_partial or source.reduce == target.reduce

@@ -141,31 +141,32 @@ def _families(pieces: Iterable[Piece]) -> tuple[Family, ...]:
     )
 
 
-def find_needs(source: ShardMap, target: ShardMap) -> tuple[Need, ...]:
+def find_needs(source: ShardMap, target: ShardMap, node_of: Sequence[int] | None = None) -> tuple[Need, ...]:
     """Returns what the ranks of `target` need of `source`, largest first, so that loads balance well.
 
     A plain target needs the whole value; a receiver takes it from a plain copy where there is one, else from the family
     of which it holds a term itself. For a partial target, each target family gets every term of one source family once,
-    where that costs the fewest messages; where the two reductions differ, all go into one target term. Who needs the
-    same terms of the same elements needs them together, so that they are summed once.
+    where that costs the fewest messages (and, with the node of each rank, the fewest nodes to reach), in turn where
+    several cost the same; where the two reductions differ, all go into one target term. Who needs the same terms of the
+    same elements needs them together, so that they are summed once.
     """
     together = source.reduce is not None and target.reduce is not None and source.reduce != target.reduce
     boxes: dict[_Question, list[Box]] = {}
     known: dict[tuple[tuple[Family, ...], tuple[Family, ...]], list[_Question]] = {}
     for box, sources, targets in families_by_cell(source, target):
         if (sources, targets) not in known:
-            known[sources, targets] = _questions(sources, targets, together)
+            known[sources, targets] = _questions(sources, targets, _Assigning(together, node_of, len(known)))
         for question in known[sources, targets]:
             boxes.setdefault(question, []).append(box)
     needs = [Need(terms, receivers, merge_boxes(parts), direct) for (terms, receivers, direct), parts in boxes.items()]
     return tuple(sorted(needs, key=lambda need: (-need.numel, need.boxes, need.receivers, need.terms)))
 
 
-def _questions(sources: Sequence[Family], targets: Sequence[Family], together: bool) -> list[_Question]:
+def _questions(sources: Sequence[Family], targets: Sequence[Family], assigning: _Assigning) -> list[_Question]:
     receivers: dict[Family, list[int]] = {}
     for target in targets:
         plain = len(target) == 1
-        found = _plain_wants(sources, target[0]) if plain else _partial_wants(sources, target, together)
+        found = _plain_wants(sources, target[0]) if plain else _partial_wants(sources, target, assigning)
         for terms, ranks in found:
             receivers.setdefault(terms, []).extend(ranks)
     summed: set[tuple[int, ...]] = set()
@@ -194,27 +195,52 @@ def _plain_wants(sources: Sequence[Family], receivers: Sequence[int]) -> list[_W
     return list(chosen.items())
 
 
-def _partial_wants(sources: Sequence[Family], target: Family, together: bool) -> list[_Want]:
-    best = min(sources, key=lambda family: (_assignment(family, target, together)[0], len(family), family))
+def _partial_wants(sources: Sequence[Family], target: Family, assigning: _Assigning) -> list[_Want]:
+    best = min(sources, key=lambda family: (assigning.assign(family, target)[0], len(family), family))
     assigned: dict[int, list[tuple[int, ...]]] = {}
-    for term, index in zip(best, _assignment(best, target, together)[1], strict=True):
+    for term, index in zip(best, assigning.assign(best, target)[1], strict=True):
         assigned.setdefault(index, []).append(term)
     return [(tuple(terms), target[index]) for index, terms in assigned.items()]
 
 
-def _assignment(source: Family, target: Family, together: bool) -> tuple[int, list[int]]:
-    """Returns the number of messages, and for each source term the index of the target term that takes it."""
+_Cost: TypeAlias = tuple[int, int]
+"""Nodes to be reached, and messages."""
 
-    def messages(term: Sequence[int], index: int) -> int:
-        return sum(rank not in term for rank in target[index])
 
-    indices = range(len(target))
-    if together:
-        index = min(indices, key=lambda index: sum(messages(term, index) for term in source))
-        assigned = [index] * len(source)
-    else:
-        assigned = [min(indices, key=lambda index: messages(term, index)) for term in source]
-    return sum(messages(term, index) for term, index in zip(source, assigned, strict=True)), assigned
+@dataclass(frozen=True, slots=True)
+class _Assigning:
+    """How source terms are given to target terms: `together` all to one; `turn` says which comes first of several."""
+
+    together: bool
+    node_of: Sequence[int] | None
+    turn: int
+
+    def assign(self, source: Family, target: Family) -> tuple[_Cost, list[int]]:
+        """Returns the cost, and for each source term the index of the target term that takes it."""
+        if self.together:
+            totals = [self._sum(self._cost(term, ranks) for term in source) for ranks in target]
+            return min(totals), [self._first(totals)] * len(source)
+        costs = [[self._cost(term, ranks) for ranks in target] for term in source]
+        nodes = [0 if self.node_of is None else self.node_of[term[0]] for term in source]
+        assigned = [self._first(own, node) for own, node in zip(costs, nodes, strict=True)]
+        return self._sum(own[index] for own, index in zip(costs, assigned, strict=True)), assigned
+
+    def _cost(self, term: Sequence[int], ranks: Sequence[int]) -> _Cost:
+        messages = sum(rank not in term for rank in ranks)
+        if self.node_of is None:
+            return 0, messages
+        return len({self.node_of[rank] for rank in ranks} - {self.node_of[rank] for rank in term}), messages
+
+    @staticmethod
+    def _sum(costs: Iterable[_Cost]) -> _Cost:
+        nodes, messages = zip(*costs, strict=True)
+        return sum(nodes), sum(messages)
+
+    def _first(self, costs: Sequence[_Cost], node: int = 0) -> int:
+        """Returns where the least cost is; of several places, one for all terms of a node, another in every cell."""
+        lowest = min(costs)
+        least = [index for index, cost in enumerate(costs) if cost == lowest]
+        return least[(self.turn + node) % len(least)]
 
 
 def is_in_place(source: ShardMap, target: ShardMap, needs: Sequence[Need]) -> bool:

@@ -11,7 +11,6 @@ well. Ranks that serve those beside them more than others do are relieved at the
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from hgraph.bundles import Bundle
 from hgraph.errors import InvalidInput
 from hgraph.reshard_needs import Family
 from hgraph.route_chains import relieve_busiest
+from hgraph.route_loads import Loads
 from hgraph.route_plan import SCRATCH, SOURCE, TARGET, Integers, Routes
 from hgraph.topology import Topology, ranks_by_node
 
@@ -68,55 +68,6 @@ class _Terms:
     rows: _Rows
 
 
-class _Loads:
-    """Elements sent and received so far, per rank and link class; the last entry stands for no rank and is infinite.
-
-    Over the network they count by how long they take: `slowness` is 1 on the fastest ports and more on others, by what
-    a rank has of its port's bandwidth.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        shares = numpy.zeros(topology.num_ranks)
-        for node in topology.nodes:
-            shares[list(node.ranks)] = node.network.bandwidth_gb_s / node.ranks_per_port
-        self.slowness = shares.max() / shares
-        self.network_out, self.network_in, self.local_out, self.local_in = (
-            numpy.append(numpy.zeros(topology.num_ranks), numpy.inf) for _ in range(4)
-        )
-
-    @staticmethod
-    def least(loads: numpy.ndarray, second: numpy.ndarray, candidates: Integers) -> Integers:
-        """Returns, per row of `candidates`, the least loaded; `second` decides between equals, then the order."""
-        if candidates.shape[-1] == 1:
-            return candidates[..., 0]
-        primary = loads[candidates]
-        ties = primary == primary.min(axis=-1, keepdims=True)
-        chosen = numpy.where(ties, second[candidates], numpy.inf).argmin(axis=-1)
-        return numpy.take_along_axis(candidates, chosen[..., None], axis=-1)[..., 0]
-
-    def take_turns_sending(self, ranks: Sequence[int], count: int, size: int) -> list[int]:
-        """Returns `count` times who of `ranks` has least to send over the network, and adds `size` to that."""
-        return self.take_turns(self.network_out, ranks, count, size, self.slowness)
-
-    @staticmethod
-    def take_turns(
-        loads: numpy.ndarray, ranks: Sequence[int], count: int, size: int, slowness: numpy.ndarray | None = None
-    ) -> list[int]:
-        """Returns `count` times the least loaded of `ranks`, the first of several, and loads it with `size`."""
-        if len(ranks) == 1:
-            loads[ranks[0]] += size * count * (1.0 if slowness is None else slowness[ranks[0]])
-            return [ranks[0]] * count
-        waiting = [(loads[rank], place, rank) for place, rank in enumerate(ranks)]
-        heapq.heapify(waiting)
-        taken = []
-        for _ in range(count):
-            _, place, rank = waiting[0]
-            loads[rank] += size if slowness is None else size * slowness[rank]
-            heapq.heapreplace(waiting, (loads[rank], place, rank))
-            taken.append(rank)
-        return taken
-
-
 @dataclass(slots=True)
 class _Found:
     """Transfers as they are found: parts that share bundle, level and origin; the first `copies` of a part copy."""
@@ -161,7 +112,7 @@ class _Found:
 class _Router:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.loads = _Loads(topology)
+        self.loads = Loads(topology)
         self.found = _Found()
         self.roots: dict[int, int] = {}
         self._node_of = numpy.array(topology.node_of)
@@ -204,9 +155,10 @@ class _Router:
     def _cross(self, number: int, size: int, holders: Sequence[int], ranks: Integers, origin: int) -> None:
         """Sends over the network to one of each row of `ranks`, which gives it to the others of its row."""
         loads = self.loads
-        entries = loads.least(loads.network_in, loads.local_out, ranks)
-        loads.network_in[entries] += size * loads.slowness[entries]
-        self.found.add(number, 2, origin, loads.take_turns_sending(holders, len(entries), size), entries)
+        entries = loads.entries(ranks)
+        senders = loads.take_turns_sending(holders, len(entries), size)
+        loads.add_network(senders, entries, size)
+        self.found.add(number, 2, origin, senders, entries)
         others = (ranks >= 0) & (ranks != entries[:, None])
         count = others.sum(axis=1)
         if count.any():
@@ -239,7 +191,7 @@ class _Router:
             key=lambda rank: (
                 senders[node_of[rank]],
                 rank not in holders,
-                loads.network_in[rank] + loads.network_out[rank],
+                loads.network_load(rank),
                 loads.local_in[rank] + loads.local_out[rank],
                 rank,
             ),
@@ -251,15 +203,14 @@ class _Router:
         has_value |= self._reduce_locally(number, size, taken.at_root, root, has_value)
         if not len(taken.rows.nodes):
             return
-        summing = loads.least(loads.network_out, loads.local_in, taken.rows.ranks)
+        summing = loads.summing(taken.rows.ranks)
         own = summing[taken.row]
         sends = ~(taken.candidates == own[:, None]).any(axis=1)
-        senders = loads.least(loads.local_out, loads.local_out, taken.candidates[sends])
+        senders = loads.local_senders(taken.candidates[sends])
         count = numpy.bincount(taken.row[sends], minlength=len(summing))
         numpy.add.at(loads.local_out, senders, size)
         loads.local_in[summing] += size * count
-        loads.network_out[summing] += size * loads.slowness[summing]
-        loads.network_in[root] += size * len(summing) * loads.slowness[root]
+        loads.add_network(summing, [root] * len(summing), size)
         self.found.add(number, 0, SOURCE, senders, own[sends], copies=0)
         alone, together = summing[count == 0], summing[count > 0]
         self.found.add(number, 1, SOURCE, alone, [root], copies=int(not has_value))
@@ -288,8 +239,10 @@ class _Router:
                 near.append(at_root)
         has_value = any(root in holders for holders in near)
         has_value |= self._reduce_locally(number, size, near, root, has_value)
-        senders = [loads.take_turns_sending(holders, 1, size)[0] for holders in far]
-        loads.network_in[root] += size * len(senders) * loads.slowness[root]
+        senders = []
+        for holders in far:
+            senders += loads.take_turns_sending(holders, 1, size)
+            loads.add_network(senders[-1:], [root], size)
         self.found.add(number, 1, SOURCE, senders, [root], copies=int(not has_value))
 
     def _taken(self, terms: Family, root: int) -> _Terms:

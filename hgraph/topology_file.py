@@ -16,6 +16,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+from hgraph.annotation import MOST_RANKS
 from hgraph.errors import FileErrors, InvalidInput
 from hgraph.topology import Link, Node, Topology, uniform
 from hgraph.topology_file_reader import VERSION, TopologyReport, node_name, read_topology
@@ -201,8 +202,10 @@ def _integer(values: Mapping[str, str], name: str, least: int) -> int:
             f"environment: expected {name}, which torchrun sets, got nothing; start the job with torchrun, or name a "
             "cluster file"
         )
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or int(text[:20]) < least:
         raise InvalidInput(f"environment: expected {name} to be an integer of {least} or more, got {text!r}")
+    if int(text[:20]) > MOST_RANKS:
+        raise InvalidInput(f"environment: expected {name} of at most {MOST_RANKS} (2^20), got {text}")
     return int(text)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from hgraph.annotation import MOST_RANKS
 from hgraph.errors import Problem
 from hgraph.topology import Link, Node, Topology
 from hgraph.yaml_report import STRICT, Document, Key, Report, describe, key_text
@@ -114,6 +115,8 @@ class _TopologyReader:
             return None
         self.alone = sum(node.count for _, node in entries) == 1
         kinds = [self._kind(key, node, entry) for key, node in entries]
+        if not self._is_of_possible_size(entries, kinds):
+            return None
         self._check_ranks(entries)
         if self.report.problems:
             return None
@@ -156,6 +159,22 @@ class _TopologyReader:
             return None
         memory = node.memory_gib if node.memory_gib is not None else cluster.memory_gib or 0.0
         return _Kind(key, node.name, node.count, size, node.ranks, _link(local), _link(network), float(memory), ports)
+
+    def _is_of_possible_size(self, entries: list[tuple[Key, _NodeEntry]], kinds: list[_Kind | None]) -> bool:
+        """Returns whether all ranks can be made one by one; tells where the nodes up to an entry have too many."""
+        total = 0
+        for (key, node), kind in zip(entries, kinds, strict=True):
+            total += node.count * (kind.size if kind else 1)
+            if total > MOST_RANKS:
+                message = f"expected a cluster of at most {MOST_RANKS} ranks (2^20), got {total}"
+                self.report.add(key or ("nodes",), message + (" up to this entry" if len(entries) > 1 else ""))
+                return False
+            for position, rank in enumerate(node.ranks or ()):
+                if rank >= MOST_RANKS:
+                    message = f"expected ranks below {MOST_RANKS} (2^20), got {rank}"
+                    self.report.add((*key, "ranks", position), message)
+                    return False
+        return True
 
     def _check_ranks(self, entries: list[tuple[Key, _NodeEntry]]) -> None:
         given = [(key, node.ranks) for key, node in entries if node.ranks is not None]

@@ -54,7 +54,8 @@ class Traffic:
     """Bytes from rank to rank: entry i of the arrays says that in `level[i]` `sender[i]` sends to `receiver[i]`.
 
     `num_bytes[i]` go in `messages[i]` messages; each (level, sender, receiver) appears once. `peak_extra_bytes` is what
-    each rank needs at most, beside source and target buffers, for messages in both directions and sums on the way.
+    each rank needs at most, beside source and target buffers, for messages in both directions and sums on the way: in a
+    bridge, those of the two buckets that are in flight at one time.
     """
 
     topology: Topology
@@ -260,7 +261,26 @@ def _bucket_messages(plan: BridgePlan, code: Integers, num_codes: int) -> Intege
 
 
 def _peak_elements(plan: BridgePlan) -> Integers:
-    """Returns, per rank, the greatest over buckets of `BridgePlan.buffer_elements`; worked out once for all of them."""
+    """Returns, per rank, the elements of both buffers that the buckets in which it sends or receives take in turn.
+
+    Each buffer is as large as the largest of its buckets (`BridgePlan.buffer_elements`); one bucket takes one buffer.
+    """
+    per_pattern = _pattern_elements(plan)
+    units = numpy.zeros((len(plan.buckets), len(plan.patterns)))
+    is_used = numpy.zeros(units.shape)  # by tensors without elements too: their empty messages take a turn
+    for row, bucket in enumerate(plan.buckets):
+        for at in bucket:
+            units[row, plan.tensors[at].pattern] += plan.tensors[at].elements_per_unit
+            is_used[row, plan.tensors[at].pattern] = 1
+    filled = units @ per_pattern
+    takes_part = is_used @ (per_pattern > 0) > 0
+    turn = (numpy.cumsum(takes_part, axis=0) - 1) % 2
+    slots = [numpy.where(takes_part & (turn == own), filled, 0.0).max(axis=0, initial=0.0) for own in (0, 1)]
+    return (slots[0] + slots[1]).astype(numpy.int64)
+
+
+def _pattern_elements(plan: BridgePlan) -> Integers:
+    """Returns the elements of messages and sums that one unit of each pattern (row) brings each rank (column)."""
     routes, size = plan.routes, plan.topology.num_ranks
     num_codes = len(plan.bundles) * size
     times = numpy.bincount(routes.bundle * size + routes.sender, minlength=num_codes)
@@ -271,11 +291,7 @@ def _peak_elements(plan: BridgePlan) -> Integers:
     for number, pattern in enumerate(plan.patterns):
         sizes = numpy.array([need.numel for need in pattern.needs], dtype=float)
         per_pattern[number] = sizes @ per_bundle[list(pattern.bundles)]
-    units = numpy.zeros((len(plan.buckets), len(plan.patterns)))
-    for row, bucket in enumerate(plan.buckets):
-        for at in bucket:
-            units[row, plan.tensors[at].pattern] += plan.tensors[at].elements_per_unit
-    return (units @ per_pattern).max(axis=0, initial=0.0).astype(numpy.int64)
+    return per_pattern
 
 
 def _tensor_traffic(plan: ReshardPlan, element_bytes: int, topology: Topology) -> Traffic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 
@@ -19,12 +20,14 @@ from runtime.layouts import SwitchedKind, switch_reshards
 __all__ = ["BridgePlanner", "StrategyBridges", "bridge_plans", "bucket_elements"]
 
 _KINDS: tuple[SwitchedKind, SwitchedKind] = ("parameters", "gradients")
+_MOST_BUCKET_MB = 1e12
+"""10^18 bytes: more than any machine has, and the count of elements still fits in 64 bits."""
 
 
 class StrategyBridges:
     """Both bridges of one strategy on one rank.
 
-    Plans are of tensors named `name` or `name#k`: k counts the parts of a layout that is not one union of single
+    Plans are of tensors named `name` or `name..k`: k counts the parts of a layout that is not one union of single
     subgroups. `dtypes` are those that parameters and gradients travel in; both bridges take their buffers from `pool`.
     """
 
@@ -52,7 +55,7 @@ class BridgePlanner:
     `dtypes` are those that parameters and gradients travel in. A bucket takes up to `bucket_mb` megabytes (10^6 bytes)
     on the rank that has most to send, receive and sum in it. Without `topology` all links are taken to be equal.
 
-    Raises `InvalidInput` for a size that is not above 0, or a topology of another number of ranks.
+    Raises `InvalidInput` for a size that is not above 0 or not finite, or a topology of another number of ranks.
     """
 
     def __init__(
@@ -111,7 +114,18 @@ def bridge_plans(
 
 
 def bucket_elements(bucket_mb: float, dtype: torch.dtype) -> int:
-    """Returns how many elements of `dtype` a bucket of `bucket_mb` megabytes holds, at least one."""
+    """Returns how many elements of `dtype` a bucket of `bucket_mb` megabytes (10^6 bytes) holds, at least one.
+
+    Raises `InvalidInput` for what is no number, not above 0 or not finite.
+    """
+    if not isinstance(bucket_mb, Real) or isinstance(bucket_mb, bool):
+        hint = "; write it without quotes" if isinstance(bucket_mb, str) else ""
+        raise InvalidInput(f"bucket_mb: expected a number of MB, got {type(bucket_mb).__name__} {bucket_mb!r}{hint}")
     if not bucket_mb > 0:
         raise InvalidInput(f"bucket_mb: expected a size above 0 MB, got {bucket_mb}")
+    if bucket_mb > _MOST_BUCKET_MB:
+        raise InvalidInput(
+            f"bucket_mb: expected a size of at most {_MOST_BUCKET_MB:g} MB, got {bucket_mb}; for one bucket, any size "
+            "above that of all tensors together will do"
+        )
     return max(1, int(bucket_mb * 1e6) // dtype.itemsize)

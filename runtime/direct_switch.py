@@ -15,6 +15,7 @@ from torch import Tensor
 from hgraph.bridge_plan import BridgePlan
 from runtime.bridge import Bridge
 from runtime.buffer_pool import BufferPool
+from runtime.layouts import parameter_of
 from runtime.requests import RankGenerator
 
 __all__ = ["DirectSwitch"]
@@ -42,22 +43,18 @@ class DirectSwitch:
     def parameters(self, held: Mapping[str, Tensor]) -> RankGenerator[dict[str, Tensor]]:
         """Returns the parameters that this rank uses under the next strategy, from those it used, both by name."""
         found = yield from self._run(self._parameters, held, "switch parameters")
-        return {_name(key): tensor for key, tensor in found.items()}
+        return {parameter_of(key): tensor for key, tensor in found.items()}
 
     def gradients(self, accumulated: Mapping[str, Tensor]) -> RankGenerator[dict[str, Tensor]]:
         """Returns what this rank's gradients under the next strategy begin with, from what it has accumulated."""
         found = yield from self._run(self._gradients, accumulated, "switch gradients")
         totals: dict[str, Tensor] = {}
         for key, tensor in found.items():
-            name = _name(key)
+            name = parameter_of(key)
             totals[name] = totals[name] + tensor if name in totals else tensor
         return totals
 
     @staticmethod
     def _run(bridge: Bridge, held: Mapping[str, Tensor], label: str) -> RankGenerator[dict[str, Tensor]]:
-        sources = {key: held[_name(key)] for key in bridge.names if bridge.holds_source(key)}
+        sources = {key: held[parameter_of(key)] for key in bridge.names if bridge.holds_source(key)}
         return (yield from bridge.run(sources, label))
-
-
-def _name(key: str) -> str:
-    return key.partition("#")[0]

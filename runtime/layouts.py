@@ -24,7 +24,7 @@ from hgraph.shard_map import Box, duplicate, shard_map, summed
 from hgraph.strategy import Strategy
 from passes.pipelines import CompiledScheme
 
-__all__ = ["SwitchedKind", "first_use", "optimizer_annotation", "owned_box", "switch_reshards"]
+__all__ = ["SwitchedKind", "first_use", "optimizer_annotation", "owned_box", "parameter_of", "switch_reshards"]
 
 SwitchedKind: TypeAlias = Literal["parameters", "gradients"]
 
@@ -65,9 +65,9 @@ def switch_reshards(
     `compiled` has the schemes of both strategies by text. Parameters come in the order in which `end` uses them first
     (`start`, where `end` is the optimizer layout), gradients in the reverse of the order in which `start` does.
 
-    A tensor is named as its parameter, with `#k` behind where its layout is not one union: then every part of a target
-    gets its copy from the first part that holds it, and each part of a sum goes to the first part of the target. What a
-    layout does not hold (a parameter without gradient) does not move.
+    A tensor is named as its parameter, with `..k` behind where its layout is not one union (no parameter's name has two
+    dots in a row): then every part of a target gets its copy from the first part that holds it, and each part of a sum
+    goes to the first part of the target. What a layout does not hold (a parameter without gradient) does not move.
     """
     found = []
     shapes = {name: facts.shape for facts in captured.parameters for name in facts.names}
@@ -80,11 +80,16 @@ def switch_reshards(
         pairs = [(source, target) for source in sources for target in targets]
         chosen = pairs[: len(targets)] if kind == "parameters" else pairs[:: max(len(targets), 1)]
         parts = [
-            TensorReshard(name if number == 0 else f"{name}#{number}", source, target, shapes[name])
+            TensorReshard(name if number == 0 else f"{name}..{number}", source, target, shapes[name])
             for number, (source, target) in enumerate(chosen)
         ]
         found += parts if kind == "parameters" else parts[::-1]
     return found
+
+
+def parameter_of(tensor_name: str) -> str:
+    """Returns the name of the parameter of a tensor that `switch_reshards` has named."""
+    return tensor_name.partition("..")[0]
 
 
 def _use(

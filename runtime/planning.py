@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,13 +51,31 @@ class Planning:
         self, batch: GlobalBatch, step: int, parts: Sequence[tuple[str, Sequence[int]]]
     ) -> tuple[SequencedPlan, float]:
         """Returns the plan that runs each part, (strategy, positions of its sequences), in turn. Collective."""
-        _check_parts(parts, len(batch), [strategy.name for strategy in self.pool.strategies])
+        parts = self._agreed_parts(parts, len(batch))
         plans, waited_ms = [], 0.0
         for name, positions in parts:
             plan = self._part(step, name, [batch.lengths[position] for position in positions])
             plans.append(plan.renumbered(positions))
             waited_ms += plan.plan_ms
         return SequencedPlan(tuple(plans)), waited_ms
+
+    def _agreed_parts(self, parts: object, num_sequences: int) -> list[tuple[str, list[int]]]:
+        """Returns the parts in plain types; raises on every rank where they are wrong, or not the same on all."""
+        own: list[tuple[str, list[int]]] | InvalidInput
+        try:
+            own = _checked_parts(parts, num_sequences, [strategy.name for strategy in self.pool.strategies])
+        except InvalidInput as error:
+            own = error
+        everyone = self.cluster.gather(own)
+        for rank, other in enumerate(everyone):
+            if isinstance(other, InvalidInput):
+                raise other
+            if other != everyone[0]:
+                raise InvalidInput(
+                    f"step in parts: expected the same parts on every rank, got {everyone[0]} on rank 0 and {other} on "
+                    f"rank {rank}"
+                )
+        return list(everyone[0])
 
     def _part(self, step: int, name: str, lengths: Sequence[int]) -> StepPlan:
         """Returns the plan of sequences of `lengths` under one strategy."""
@@ -129,16 +148,24 @@ class Planning:
         return replace(plan, plan_ms=1e3 * (time.perf_counter() - start_s))
 
 
-def _check_parts(parts: Sequence[tuple[str, Sequence[int]]], num_sequences: int, names: Sequence[str]) -> None:
-    seen = Counter(position for _, positions in parts for position in positions)
-    for name, positions in parts:
+def _checked_parts(parts: object, num_sequences: int, names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    try:
+        plain = [(name, [operator.index(position) for position in positions]) for name, positions in parts]  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"step in parts: expected pairs of a strategy's name and positions in the batch, such as "
+            f'[("{names[0]}", [0, 2])], got {parts!r}'
+        ) from error
+    for name, positions in plain:
         if name not in names:
             raise InvalidInput(f"step in parts: strategy {name!r} is not in the pool; there are {', '.join(names)}")
         if not positions:
             raise InvalidInput(f"step in parts: the part of {name} has no sequence; leave it out")
+    seen = Counter(position for _, positions in plain for position in positions)
     wrong = [index for index in {*seen, *range(num_sequences)} if seen[index] != 1 or not 0 <= index < num_sequences]
     if wrong:
         raise InvalidInput(
             f"step in parts: expected each of the {num_sequences} sequences of the batch in one part; not so: "
             f"{', '.join(map(str, sorted(wrong)))}"
         )
+    return plain

@@ -31,6 +31,7 @@ from runtime.bridge_planner import StrategyBridges
 from runtime.buffer_pool import BufferPool
 from runtime.direct_switch import DirectSwitch
 from runtime.executor import MicroBatchResult, RankExecutor, begins
+from runtime.layouts import parameter_of
 from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import ShardedAdamW
 from runtime.requests import AllGather, AllReduce, Await, Join, RankGenerator, Signal, Start, Task
@@ -214,7 +215,7 @@ def exchange_parameters(state: RankState, executable: Executable) -> RankGenerat
     """Optimizer layout -> compute layout, all at once; by the names that the model uses."""
     bridge = executable.bridges.parameters
     found = yield from bridge.run(_parameter_sources(state, bridge), PARAMETERS)
-    return {_name(key): tensor for key, tensor in found.items()}
+    return {parameter_of(key): tensor for key, tensor in found.items()}
 
 
 def _begin_parameters(state: RankState, executable: Executable) -> RankGenerator[tuple[dict[str, Tensor], Task]]:
@@ -223,12 +224,12 @@ def _begin_parameters(state: RankState, executable: Executable) -> RankGenerator
     found: dict[str, Tensor] = {}
     task = yield Start(bridge.run(_parameter_sources(state, bridge), PARAMETERS, results=found), PARAMETERS)
     yield Await(arrived(PARAMETERS))
-    return {_name(key): tensor for key, tensor in found.items()}, task
+    return {parameter_of(key): tensor for key, tensor in found.items()}, task
 
 
 def _parameter_sources(state: RankState, bridge: Bridge) -> dict[str, Tensor]:
     weights, first = state.weights(), state.first_name()
-    return {key: weights[name] for key in bridge.names if (name := first[_name(key)]) in weights}
+    return {key: weights[name] for key in bridge.names if (name := first[parameter_of(key)]) in weights}
 
 
 def run_micro_batches(
@@ -274,7 +275,7 @@ def _gradient_sources(state: RankState, executable: Executable, result: MicroBat
     return {
         key: _gradient(state, executor, result, name)
         for key in bridge.names
-        if (name := _name(key)) in executor.gradients and bridge.holds_source(key)
+        if (name := parameter_of(key)) in executor.gradients and bridge.holds_source(key)
     }
 
 
@@ -283,7 +284,7 @@ def _owned(state: RankState, arrived_by_key: Mapping[str, Tensor]) -> dict[str, 
     totals = {name: torch.zeros_like(shard) for name, shard in state.optimizer.master.items()}
     first = state.first_name()
     for key, gradient in arrived_by_key.items():
-        if (name := first[_name(key)]) in totals:
+        if (name := first[parameter_of(key)]) in totals:
             totals[name] += gradient
     return totals
 
@@ -378,8 +379,3 @@ def _nothing_to_learn(state: RankState, facts: StepFacts, keep_gradients: bool) 
     zeros = {name: torch.zeros_like(shard) for name, shard in state.optimizer.master.items()}
     idle = (0.0,) * facts.num_replicas
     return RankOutcome(0.0, 0.0, 0.0, 0.0, idle, 0, zeros if keep_gradients else {})
-
-
-def _name(key: str) -> str:
-    """The parameter name of a plan key (`runtime/layouts.py`)."""
-    return key.partition("#")[0]

@@ -30,6 +30,12 @@ def test_a_subgroup_has_distinct_ranks_that_fill_its_mesh(
         Subgroup(ranks, mesh, (Replicate(),) * len(mesh))
 
 
+def test_ranks_have_a_limit() -> None:
+    assert Annotation.parse("1048575[]").ranks == (1048575,)
+    with pytest.raises(InvalidAnnotation, match=r"subgroup: expected ranks below 1048576 \(2\^20\), got rank 1048576"):
+        Subgroup((0, 1048576), (2,), (Replicate(),))
+
+
 def test_a_subgroup_has_one_placement_per_axis() -> None:
     with pytest.raises(InvalidAnnotation, match=r"one placement per axis of mesh \(2, 2\), got 1 placements"):
         Subgroup((0, 1, 2, 3), (2, 2), (Replicate(),))
@@ -112,6 +118,12 @@ def test_the_notation_is_written_as_read(text: str) -> None:
         ("0-[S(0)]", "expected numbers and ranges such as 0-3,5, got '0-'"),
         ("0-3[2xb: R, R]", "expected a mesh such as 2x2, got '2xb'"),
         ("0-3[X]", "placement: expected R, "),
+        ("0-1[]", r"subgroup: expected a mesh of 2 ranks, got no axis; write 0-1\[R\] where each holds the whole"),
+        ("3,0[]", r"subgroup: expected a mesh of 2 ranks, got no axis; write 3,0\[R\] where"),
+        ("0-99999999[S(0)]", r"ranks: expected ranks below 1048576 \(2\^20\), got rank 99999999"),
+        ("99999999999999999999[]", r"ranks: expected ranks below 1048576 \(2\^20\), got rank 99999999999999999999"),
+        ("1048576-5[R]", "ranks: expected ranks below 1048576"),
+        ("0-1048575,0[R]", "ranks: expected distinct ranks, at most 1,048,576 of them, got more"),
     ],
 )
 def test_texts_that_are_no_annotation_are_refused(text: str, message: str) -> None:

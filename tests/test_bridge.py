@@ -19,6 +19,7 @@ from torch import Tensor
 from hgraph.bridge_plan import BridgePlan
 from hgraph.errors import InvalidInput
 from hgraph.shard_map import intersect, shard_map
+from hgraph.traffic import traffic
 from runtime.bridge import Bridge, arrived
 from runtime.bridge_steps import Part
 from runtime.buffer_pool import BufferPool
@@ -259,10 +260,43 @@ def test_at_most_two_buckets_are_in_flight_and_buffers_are_reused(kind: dict[str
     for rank, pool in pools.items():
         assert max(in_flight[rank]) == 2
         assert pool.lent_bytes == 0
-        assert pool.peak_bytes == bridges[rank].peak_extra_bytes
+        assert pool.peak_bytes == bridges[rank].peak_extra_bytes == traffic(plan, 8).peak_extra_bytes[rank]
         assert kept[rank] == pool.kept_bytes <= 2 * 8 * max(plan.buffer_elements(b)[rank] for b in plan.buckets)
         for name, value in results[0][rank].items():
             assert torch.equal(value, results[1][rank][name])
+
+
+@given(SAMPLES, st.sampled_from([None, 1, 7, 40]))
+@settings(max_examples=100, deadline=None)
+def test_plans_state_the_memory_that_bridges_take(sample: BridgeSample, bucket_elements: int | None) -> None:
+    check_stated_memory(plan_of(sample, bucket_elements))
+
+
+@pytest.mark.parametrize("bucket_elements", [None, 1, 20, 60, 200, 10_000])
+@pytest.mark.parametrize("kind", [PARAMETERS, GRADIENTS], ids=["parameters", "gradients"])
+def test_plans_of_layers_state_the_memory_that_bridges_take(kind: dict[str, Any], bucket_elements: int | None) -> None:
+    check_stated_memory(layers_plan(5, bucket_elements, kind))
+
+
+def test_a_bucket_without_elements_takes_its_turn() -> None:
+    """Of four buckets the second is empty, or moves nothing on rank 0: it decides which buckets share a buffer."""
+    for second in (tensor("0[]", "1[]", (0,)), tensor("1[]", "2[]", (9,)), tensor("0[]", "0[]", (3,))):
+        moved = [tensor("0[]", "1[]", (length,)) for length in (5, 4, 8)]
+        tensors = {f"t{at}": item for at, item in enumerate([moved[0], second, *moved[1:]])}
+        plan = bridge_plan(tensors, nodes((0, 1), (2,)), 1)
+        assert len(plan.buckets) == 4
+        check_stated_memory(plan)
+
+
+def check_stated_memory(plan: BridgePlan) -> None:
+    """Asserts that the plan's figure is, for every rank, what its bridge states, and what a run takes."""
+    stated = traffic(plan, 8).peak_extra_bytes
+    pools = {rank: BufferPool() for rank in range(plan.topology.num_ranks)}
+    bridges = {rank: Bridge(plan, rank, torch.float64, pool=pool) for rank, pool in pools.items()}
+    assert stated.tolist() == [bridges[rank].peak_extra_bytes for rank in pools]
+    sources = noise_of([item.reshard for item in plan.tensors], plan.topology.num_ranks)
+    run_bridge(plan, sources, pools=pools)
+    assert stated.tolist() == [pool.peak_bytes for pool in pools.values()]
 
 
 @pytest.mark.parametrize("kind", [PARAMETERS, GRADIENTS], ids=["parameters", "gradients"])

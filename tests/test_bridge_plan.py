@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -200,9 +201,9 @@ def plannings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes = []
     find = bundles_module.find_needs
 
-    def counted(source, target):
+    def counted(source, target, node_of):
         shapes.append(source.shape)
-        return find(source, target)
+        return find(source, target, node_of)
 
     monkeypatch.setattr(bundles_module, "find_needs", counted)
     return shapes
@@ -218,7 +219,7 @@ def layers(count: int, source: str, target: str, *shapes: tuple[int, ...]) -> li
 
 def test_sixty_equal_layers_are_planned_once(plannings: list[tuple[int, ...]]) -> None:
     reshards = layers(60, "0-3[2x2: S(0), S(1)]", "0-1[S(0)] + 2-3[S(1)] @ R", (512, 256), (128, 1024))
-    plan = plan_bridge(reshards, TWO_NODES)
+    plan = plan_bridge(reshards, TWO_NODES, smallest_part=1 << 40)
     assert plannings == [(2, 2)]
     assert len(plan.patterns) == 1
     assert [t.scale for t in plan.tensors[:2]] == [(256, 128), (64, 512)]
@@ -288,10 +289,63 @@ def test_buffers_and_buckets_by_hand() -> None:
     assert bridge_of(*tensors, bucket_elements=42).buckets == ((0, 1, 2),)
 
 
+@pytest.mark.parametrize("size", [0, -5, 2.5, float("inf"), "8", True])
+def test_sizes_of_buckets_are_counts(size: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        bridge_of(("0[]", "1[]", (4,)), bucket_elements=size)
+    assert str(caught.value) == (
+        f"bridge: expected bucket_elements of 1 or more, an integer, got {size!r}; leave it out for one bucket"
+    )
+
+
 def test_buckets_change_no_move() -> None:
     tensors = [("0-1[P]", "2-3[R]", (4,)), ("0-3[S(0)]", "0[] + 3[] @ R", (6,))]
     whole, cut = bridge_of(*tensors), bridge_of(*tensors, bucket_elements=1)
     assert [whole.reshard_plan(name) for name in whole.positions] == [cut.reshard_plan(name) for name in cut.positions]
+
+
+# Large bundles are cut
+
+
+def sent_by_each(plan: BridgePlan) -> list[int]:
+    elements = plan.elements()[plan.routes.bundle]
+    return numpy.bincount(plan.routes.sender, elements, minlength=plan.topology.num_ranks).astype(int).tolist()
+
+
+ONE_EACH = nodes((0,), (1,), (2,), (3,), (4,))
+
+
+def test_holders_share_what_only_one_rank_needs() -> None:
+    copies = tensor("t", "0[] + 1[] + 2[] + 3[] @ R", "4[]", (400,))
+    assert sent_by_each(plan_bridge([copies], ONE_EACH, smallest_part=1)) == [100, 100, 100, 100, 0]
+    assert sent_by_each(plan_bridge([copies], ONE_EACH, smallest_part=100)) == [100, 100, 100, 100, 0]
+    assert sent_by_each(plan_bridge([copies], ONE_EACH)) == [400, 0, 0, 0, 0]
+
+
+def test_receivers_share_the_summing_of_what_all_of_them_need() -> None:
+    plan = plan_bridge([tensor("t", "0[] + 1[] + 2[] + 3[] @ P", "0-3[R]", (80, 10))], ONE_EACH, smallest_part=1)
+    check_reshard(plan.reshard_plan("t"))
+    roots = plan.routes.roots.tolist()
+    assert sorted(set(roots)) == [0, 1, 2, 3] and {roots.count(rank) for rank in range(4)} == {len(roots) // 4}
+    assert max(sent_by_each(plan)) == 1200  # a quarter of the sums to three others, and own terms of three quarters
+
+
+def test_a_part_has_a_box_of_its_own_in_every_tensor() -> None:
+    shapes = {"a": (6, 400), "b": (400, 6), "c": (7, 401), "d": (), "e": (0, 3)}
+    tensors = [tensor(name, "0[] + 1[] @ R", "2-3[R]", shape) for name, shape in shapes.items()]
+    plan = plan_bridge(tensors, ONE_EACH, smallest_part=1)
+    check_routes(plan.routes, plan.bundles, plan.topology)
+    for name in shapes:
+        check_reshard(plan.reshard_plan(name))
+    assert [pattern.shape for pattern in plan.patterns][:2] == [(1, 4), (4, 1)]
+    assert sum(bundle.num_elements for bundle in plan.bundles) == 2400 + 2400 + 7 * 401 + 1
+
+
+def test_terms_go_to_terms_in_their_own_node_and_else_in_turn() -> None:
+    pairs = nodes((0, 1), (2, 3), (4, 5), (6, 7))
+    summed = tensor("t", "0[] + 2[] + 4[] + 6[] @ P", "1[] + 3[] + 5[] + 7[] @ P", (8,))
+    plan = plan_bridge([summed], pairs)
+    assert sorted(zip(plan.routes.sender, plan.routes.receiver, strict=True)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 # Any tensors on any cluster
@@ -313,12 +367,13 @@ def run_on_cluster(plan: ReshardPlan, num_ranks: int, number: int) -> None:
 
 
 def check_bridge(sample: BridgeSample) -> None:
-    plan = plan_bridge(sample.reshards, sample.topology)
-    check_routes(plan.routes, plan.bundles, plan.topology)
-    for number, name in enumerate(plan.positions):
-        part = plan.reshard_plan(name)
-        check_reshard(part)
-        run_on_cluster(part, sample.topology.num_ranks, number)
+    for smallest_part in (1, 1 << 16):
+        plan = plan_bridge(sample.reshards, sample.topology, smallest_part=smallest_part)
+        check_routes(plan.routes, plan.bundles, plan.topology)
+        for number, name in enumerate(plan.positions):
+            part = plan.reshard_plan(name)
+            check_reshard(part)
+            run_on_cluster(part, sample.topology.num_ranks, number)
 
 
 def check_pair(sample: BridgeSample) -> None:

@@ -32,8 +32,14 @@ def write(folder: Path, step: int) -> Path:
     target = complete(folder, step)
     begin(target)
     (temporary(target) / "boxes").write_bytes(b"12345")
-    publish(target, {"step_count": step})
+    publish(target, facts_after(step))
     return target
+
+
+def facts_after(step: int) -> dict[str, Any]:
+    """Returns the least that a checkpoint says beside its boxes."""
+    integers = {"version": 1, "step_count": step, "optimizer_steps": step, "seed": 0}
+    return {**integers, "next_batch": {}, "optimizer": {}, "model": {}, "data": None}
 
 
 def names(folder: Path) -> list[str]:
@@ -81,6 +87,60 @@ def test_a_damaged_one_is_passed_over_and_refused_where_it_is_named(
     with pytest.raises(InvalidInput) as caught:
         find_checkpoint(bad)
     assert str(caught.value) == f"{bad} is not a complete checkpoint: {text}; name another one, or their folder"
+
+
+FILES = {"boxes": 5}
+OTHER_SHAPES: list[tuple[object, str]] = [
+    ([1], "expected a mapping, got a list"),
+    ("files", "expected a mapping, got text 'files'"),
+    (None, "expected a mapping, got nothing"),
+    ({}, "files: expected a mapping of names to sizes in bytes, got nothing"),
+    ({"files": 3}, "files: expected a mapping of names to sizes in bytes, got 3"),
+    ({"files": [1]}, "files: expected a mapping of names to sizes in bytes, got a list"),
+    ({"files": {}}, "files: expected the files of the checkpoint, got none"),
+    ({"files": {}, "version": 1}, "files: expected the files of the checkpoint, got none"),
+    ({"files": {"boxes": "5"}}, "files: boxes: expected a size in bytes, got text '5'"),
+    ({"files": {"boxes": True}}, "files: boxes: expected a size in bytes, got true"),
+    ({"files": FILES}, "version: expected an integer, got nothing"),
+    ({"files": FILES, "version": 1}, "step_count: expected an integer, got nothing"),
+    ({"files": FILES, "version": 2, "step_count": "6"}, "step_count: expected an integer, got text '6'"),
+    ({**facts_after(6), "files": FILES, "seed": None}, "seed: expected an integer, got nothing"),
+    ({**facts_after(6), "files": FILES, "model": [1]}, "model: expected a mapping, got a list"),
+    ({**facts_after(6), "files": FILES, "data": 3}, "data: expected a mapping or null, got 3"),
+]
+
+
+@pytest.mark.parametrize(("content", "reason"), OTHER_SHAPES)
+def test_sound_json_of_another_shape_never_hides_the_good_one(tmp_path: Path, content: object, reason: str) -> None:
+    good, bad = write(tmp_path, 3), write(tmp_path, 6)
+    (bad / "checkpoint.json").write_text(json.dumps(content))
+    assert find_checkpoint(tmp_path) == good
+    assert checkpoints_in(tmp_path) == [good] and keep_last(tmp_path, 1) == []
+    with pytest.raises(InvalidInput) as caught:
+        find_checkpoint(bad)
+    fault = f"checkpoint.json: {reason}"
+    assert str(caught.value) == f"{bad} is not a complete checkpoint: {fault}; name another one, or their folder"
+    shutil.rmtree(good)
+    with pytest.raises(InvalidInput) as caught:
+        find_checkpoint(tmp_path)
+    assert str(caught.value) == (
+        f"expected a checkpoint (step-NNNNNN) or a folder of some, but {tmp_path} holds none\n"
+        f"  step-000006 is not complete: {fault}"
+    )
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "../nothing"])
+def test_names_that_no_file_has_are_missing(tmp_path: Path, name: str) -> None:
+    bad = write(tmp_path, 6)
+    (bad / "checkpoint.json").write_text(json.dumps({**facts_after(6), "files": {name: 5}}))
+    with pytest.raises(InvalidInput, match="expected 5 bytes, it is missing"):
+        find_checkpoint(bad)
+
+
+def test_json_nested_too_deep_is_not_sound(tmp_path: Path) -> None:
+    good, bad = write(tmp_path, 3), write(tmp_path, 6)
+    (bad / "checkpoint.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert find_checkpoint(tmp_path) == good
 
 
 def test_a_half_written_one_is_never_found(tmp_path: Path) -> None:
@@ -259,6 +319,19 @@ def test_another_version_is_refused(saved: Path, same: Program, tmp_path: Path) 
     facts = json.loads((other / "checkpoint.json").read_text())
     (other / "checkpoint.json").write_text(json.dumps({**facts, "version": 2}))
     assert refusal(other, same) == "CHECKPOINT: expected format version 1, got 2"
+
+
+@pytest.mark.parametrize("harm", [{"next_batch": {"epoch": 0, "page": 1}}, {"model": {"dtype": "torch.float64"}}])
+def test_entries_of_another_shape_leave_the_program_as_it_was(
+    saved: Path, same: Program, tmp_path: Path, harm: dict[str, Any]
+) -> None:
+    other = tmp_path / "step-000001"
+    shutil.copytree(saved, other)
+    facts = json.loads((other / "checkpoint.json").read_text())
+    (other / "checkpoint.json").write_text(json.dumps({**facts, **harm}))
+    text = refusal(other, same)
+    assert text.startswith("CHECKPOINT/checkpoint.json: expected what `save` writes, got something else (")
+    assert text.endswith("; load another checkpoint")
 
 
 def test_boxes_that_are_missing_leave_the_program_as_it_was(saved: Path, same: Program, tmp_path: Path) -> None:

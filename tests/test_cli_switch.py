@@ -196,6 +196,32 @@ class TestReshard:
             (["0[]", "1[]", "--shape", "8y6"], "--shape: expected lengths of 0 or more, such as 8x6, or `scalar`; got"),
             (["0[]", "1[]", "--shape", "-8"], "--shape: expected lengths of 0 or more, such as 8x6, or `scalar`; got"),
             (["0[]", "1[]", "--shape", ""], "--shape: expected lengths of 0 or more, such as 8x6, or `scalar`; got ''"),
+            *(
+                (
+                    ["0[]", "1[]", "--shape", shape],
+                    "--shape: expected lengths and a number of elements below 2^60 (1,152,921,504,606,846,976), got "
+                    f"{shape[:77]}",
+                )
+                for shape in (
+                    "99999999999999999999",
+                    "9000000000000000000",
+                    "0x9000000000000000000",
+                    "1073741824x1073741824",
+                    "9" * 5000,
+                )
+            ),
+            (
+                ["0[]", "1-40[R]", "--shape", "576460752303423488"],
+                "--shape 576460752303423488: expected a plan that moves less than 2^62 bytes between all ranks, got ",
+            ),
+            (
+                ["0-99999999[S(0)]", "0[]", "--shape", "8"],
+                "SRC '0-99999999[S(0)]': ranks: expected ranks below 1048576 (2^20), got rank 99999999; write 0-3",
+            ),
+            (
+                ["0[]", "0-1[]", "--shape", "8"],
+                "DST '0-1[]': subgroup: expected a mesh of 2 ranks, got no axis; write 0-1[R] where each holds the",
+            ),
             (
                 ["0[]", "4[]", "--shape", "8", "--cluster", "two.yaml"],
                 "--cluster two.yaml: expected 5 ranks or more, for ranks 0 to 4 take part; got 4",
@@ -220,6 +246,16 @@ class TestReshard:
     )
     def test_bad_input(self, arguments: list[str], expected: str) -> None:
         assert message("reshard", *arguments).startswith(f"Error: {expected}")
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("bridge", [[], ["--bridge"]], ids=["collectives", "bridge"])
+    def test_the_largest_tensors_have_exact_figures(self, dtype: str, bridge: list[str]) -> None:
+        length, size = (2**60 - 1) // (2 if dtype == "float64" else 1), 8 if dtype == "float64" else 4
+        data = json.loads(
+            answer("reshard", "0,1[P]", "0[]", "--shape", f"000{length}", "--dtype", dtype, "--json", *bridge)
+        )
+        assert data["total_bytes"] == length * size and data["shape"] == [length]
+        assert min(data["peak_extra_bytes"]) >= length * size
 
     def test_bad_annotations_are_answered_with_good_ones(self) -> None:
         hint = "; write 0-3[S(0)], 0-3[2x2: S(0), R] or 0-1[S(1)] + 2[] @ R (docs/concepts.md)\n"
@@ -320,7 +356,7 @@ class TestSwitch:
             "│ network, sending node ",
             "least possible",
             " in 1 bucket, predicted ",
-            "peak extra memory of messages and sums, bucket by bucket: rank 0 ",
+            "peak extra memory of messages and sums, at most two buckets at a time: rank 0 ",
         ):
             assert part in text
 

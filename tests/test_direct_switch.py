@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hgraph.check_plan import check_sequenced_plan
-from hgraph.data import GlobalBatch
+from hgraph.data import GlobalBatch, Packed, token_loss
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.strategy import Pool, Scheme
@@ -47,6 +47,10 @@ POOL = pool(
 )
 NAMES = [one.name for one in POOL.strategies]
 VOCABULARY = 61
+
+
+def table_loss(model: nn.Module, packed: Packed) -> torch.Tensor:
+    return token_loss(model(packed.tokens), packed)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,30 @@ def test_two_strategies_in_a_step_give_the_gradients_of_one_device(
     assert_close(run_parts(program, batch, plan), expected_step(model, language_loss, batch))
 
 
+class WithHashes(nn.Module):
+    """Names that any module may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 12)
+        self.heads = nn.ModuleDict({"a#1": nn.Linear(12, VOCABULARY), "a": nn.Linear(12, VOCABULARY, bias=False)})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        return self.heads["a#1"](x) + self.heads["a"](x)
+
+
+def test_a_hash_in_a_name_is_part_of_the_name() -> None:
+    torch.manual_seed(0)
+    model = WithHashes().double()
+    own = exact_program(
+        model, table_loss, pool(2, strategy("one", U(1)), strategy("two", U(2)), strategy("rows", U(1), U(1)))
+    )
+    batch = draw_batch(5, [8, 6, 3], VOCABULARY)
+    plan = sequenced(own, batch, ["two", "rows", "one"], seed=1)
+    assert_close(run_parts(own, batch, plan), expected_step(model, table_loss, batch))
+
+
 def test_all_strategies_in_one_step_with_masked_sequences(program: Program, model: nn.Module) -> None:
     batch = draw_batch(3, [7, 2, 11, 4, 9, 1, 6], VOCABULARY, masked=(0, 4))
     plan = sequenced(program, batch, [*NAMES, NAMES[0]], seed=1)
@@ -151,6 +179,8 @@ class TestApi:
             ([("tp2.pp2", [0])], "each of the 2 sequences of the batch in one part; not so: 1"),
             ([("tp2.pp2", [0, 1]), ("one rank", [1])], "in one part; not so: 1"),
             ([("tp2.pp2", [0, 1, 2])], "not so: 2"),
+            ({"tp2.pp2": [0, 1]}, "expected pairs of a strategy's name and positions in the batch"),
+            ([("tp2.pp2", [0.0, 1])], "expected pairs of a strategy's name and positions in the batch"),
             ([("tp2.pp2", [0, 1]), ("one rank", [])], "the part of one rank has no sequence; leave it out"),
         ],
     )
@@ -219,19 +249,30 @@ def compare_moments(verifier: Verifier, num_steps: int) -> None:
             assert difference <= 1e-10 * expected.abs().max().item(), f"{kind} {name}: {difference}"
 
 
-@pytest.mark.gloo
-def test_real_processes_give_what_the_virtual_cluster_gives(gloo: GlooPool) -> None:
-    virtual = step_in_parts()
-    for answer in gloo.run(step_in_parts, timeout_s=280.0):
-        assert answer == virtual
+def step_in_parts() -> tuple[str, float, float, str, int]:
+    """Parts that differ between ranks, which must be refused; then one step in parts, and one more.
 
-
-def step_in_parts() -> tuple[float, float, list[tuple[str, int]]]:
-    """One step in three parts: loss, gradient norm, and what rank 0 sent."""
+    Returns the error's text (none where one process has all ranks), what both steps gave, and the bytes moved.
+    """
     torch.set_num_threads(1)
     own = llama(hidden=24, ffn=25, vocab_size=VOCABULARY)
     program = exact_program(own, language_loss, POOL, bucket_mb=0.01)
+    text = ""
+    if len(program.ranks) == 1:
+        first = 0 if 1 in program.ranks else 2
+        others = [index for index in range(4) if index != first]
+        with pytest.raises(InvalidInput) as caught:
+            program.step(draw_batch(1, [6, 6, 6, 6], VOCABULARY), parts=[("tp2.pp2", [first]), ("one rank", others)])
+        text = str(caught.value)
     batch = draw_batch(1, [6, 3, 12, 5], VOCABULARY)
     out = program.step(batch, parts=[("tp2.pp2", [2]), ("tp2,tp1x2", [0, 1]), ("one rank", [3])])
     again = program.step(draw_batch(2, [6, 3, 12, 5], VOCABULARY))
-    return out.loss, again.grad_norm, [(out.strategy, out.bridge_bytes)]
+    return text, out.loss, again.grad_norm, out.strategy, out.bridge_bytes
+
+
+@pytest.mark.gloo
+def test_real_processes_give_what_the_virtual_cluster_gives_and_refuse_parts_that_differ(gloo: GlooPool) -> None:
+    virtual = step_in_parts()
+    answers = gloo.run(step_in_parts, timeout_s=280.0)
+    assert len(set(answers)) == 1 and answers[0][1:] == virtual[1:]
+    assert "expected the same parts on every rank" in answers[0][0] and "on rank 1" in answers[0][0]

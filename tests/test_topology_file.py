@@ -143,6 +143,9 @@ def test_the_examples_of_the_docs_read() -> None:
 # Complaints
 
 
+AT_MOST, BELOW = "a cluster of at most 1048576 ranks", "ranks below 1048576"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -198,6 +201,24 @@ def test_the_examples_of_the_docs_read() -> None:
         (
             f"version: 1\nname: x\n{LINKS}ranks_per_node: 3\nranks_per_port: 2\nnodes: 2\n",
             ["line 6: ranks_per_port: expected a divisor of the 3 ranks of a node, got 2 per port"],
+        ),
+        *(
+            (
+                f"version: 1\nname: x\n{LINKS}{entries}",
+                [f"{where}: expected {limit} (2^20), got {got}"],
+            )
+            for entries, where, limit, got in [
+                ("ranks_per_node: 8\nnodes: 100000000\n", "line 6: nodes", AT_MOST, "800000000"),
+                ("ranks_per_node: 1\nnodes: 1048577\n", "line 6: nodes", AT_MOST, "1048577"),
+                (f"ranks_per_node: 1{'0' * 30}\nnodes: 1\n", "line 6: nodes", AT_MOST, f"1{'0' * 30}"),
+                (
+                    "ranks_per_node: 8\nnodes:\n  - count: 131072\n  - count: 1\n",
+                    "line 8: nodes[1]",
+                    AT_MOST,
+                    "1048584 up to this entry",
+                ),
+                ("nodes:\n  - ranks: [0, 99999999999]\n", "line 6: nodes[0].ranks[1]", BELOW, "99999999999"),
+            ]
         ),
         (
             "version: 1\nname: x\nnodes: []\n",
@@ -304,6 +325,16 @@ def test_torchrun_with_a_file() -> None:
             environment(WORLD_SIZE=4, LOCAL_WORLD_SIZE=2, GROUP_RANK=1, RANK=0),
             None,
             "expected ranks numbered node by node, got RANK=0 with GROUP_RANK=1",
+        ),
+        (
+            environment(WORLD_SIZE=1048577, LOCAL_WORLD_SIZE=1, GROUP_RANK=0),
+            None,
+            "environment: expected WORLD_SIZE of at most 1048576 (2^20), got 1048577",
+        ),
+        (
+            {"WORLD_SIZE": "9" * 5000, "LOCAL_WORLD_SIZE": "1"},
+            None,
+            "environment: expected WORLD_SIZE of at most 1048576 (2^20), got 999",
         ),
         (
             environment(WORLD_SIZE=6, LOCAL_WORLD_SIZE=3, GROUP_RANK=1),

@@ -79,7 +79,8 @@ def test_one_message_per_pair_level_and_bucket() -> None:
     split = traffic(bridge(*texts, bucket_elements=1), 4)
     assert split.num_buckets == 4 and split.num_messages == 21
     assert split.ms > traffic(bridge(*texts), 4).ms
-    assert (split.peak_extra_bytes * 3 == traffic(bridge(*texts), 4).peak_extra_bytes).all()
+    # Two of the three buckets that move anything are in flight at a time.
+    assert (split.peak_extra_bytes * 3 == 2 * traffic(bridge(*texts), 4).peak_extra_bytes).all()
 
 
 def test_nothing_moves() -> None:
@@ -119,8 +120,9 @@ def test_bytes_are_those_of_the_moves(pairs: list[Pair], bucket_elements: int | 
     assert (found.matrix("local") + found.matrix("network") == matrix).all()
     assert (found.sent("local") + found.sent("network") == matrix.sum(axis=1)).all()
     assert (found.received("local") + found.received("network") == matrix.sum(axis=0)).all()
-    most = np.max([plan.buffer_elements(bucket) for bucket in plan.buckets], axis=0)
-    assert (found.peak_extra_bytes == 2 * most).all()
+    own = [plan.buffer_elements(bucket) for bucket in plan.buckets]
+    assert (found.peak_extra_bytes <= 4 * np.max(own, axis=0)).all()
+    assert (found.peak_extra_bytes >= 2 * np.max(own, axis=0)).all()
 
 
 @settings(max_examples=40, deadline=None)

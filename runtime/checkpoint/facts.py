@@ -16,14 +16,14 @@ from hgraph.data.batches import GlobalBatches
 from hgraph.data.dataset import Dataset, sequence_labels
 from hgraph.errors import InvalidInput
 from hgraph.graph import annotated_text
+from runtime.checkpoint.folder import VERSION
 from runtime.facts import trained_names
 
 if TYPE_CHECKING:
     from runtime.program import Program
 
-__all__ = ["VERSION", "changed_settings", "check_data", "check_model", "check_version", "facts_of"]
+__all__ = ["changed_settings", "check_data", "check_model", "check_version", "facts_of"]
 
-VERSION = 1
 _SAMPLED_SEQUENCES = 32
 
 
@@ -68,7 +68,9 @@ def check_data(facts: Mapping[str, Any], batches: GlobalBatches, checkpoint: Pat
             "without `batches` to go on anyhow"
         )
     faults = [
-        f"{what}: {saved[what]} in the checkpoint, {value} now" for what, value in own.items() if saved[what] != value
+        f"{what}: {saved.get(what)} in the checkpoint, {value} now"
+        for what, value in own.items()
+        if saved.get(what) != value
     ]
     if faults:
         raise InvalidInput("\n  ".join([f"{checkpoint} was trained on other data:", *faults]))
@@ -82,7 +84,7 @@ def changed_settings(facts: Mapping[str, Any], program: Program) -> list[str]:
         for name, value in own.items()
         if facts["optimizer"].get(name) != value
     ]
-    if facts["model"]["graph"] != _graph_digest(program):
+    if facts["model"].get("graph") != _graph_digest(program):
         texts.append("the model or the loss computes something else than when the checkpoint was saved")
     return texts
 

@@ -15,12 +15,15 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from hgraph.errors import InvalidInput
+from hgraph.yaml_report import describe
 
 __all__ = [
     "FACTS_FILE",
+    "VERSION",
     "begin",
     "checkpoints_in",
     "complete",
@@ -32,8 +35,12 @@ __all__ = [
 ]
 
 FACTS_FILE = "checkpoint.json"
+VERSION = 1
+"""Of the format; a checkpoint of another one is found, and refused by whoever loads it."""
 _TEMPORARY = ".tmp"
 _NAME = re.compile(r"step-(\d{6,})")
+_INTEGERS = ("step_count", "optimizer_steps", "seed")
+_MAPPINGS = ("next_batch", "optimizer", "model")
 
 
 def complete(folder: Path, step: int) -> Path:
@@ -67,8 +74,15 @@ def find_checkpoint(folder: Path) -> Path:
     found = checkpoints_in(folder)
     if not found:
         there = "is no folder" if not folder.is_dir() else "holds none"
-        raise InvalidInput(f"expected a checkpoint (step-NNNNNN) or a folder of some, but {folder} {there}")
+        message = f"expected a checkpoint (step-NNNNNN) or a folder of some, but {folder} {there}"
+        raise InvalidInput("\n  ".join([message, *_passed_over(folder)]))
     return found[-1]
+
+
+def _passed_over(folder: Path) -> list[str]:
+    """Returns the names of a checkpoint's kind in `folder` that are none, each with its reason."""
+    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return [f"{path.name} is not complete: {fault}" for path in sorted(named) if (fault := _fault(path))]
 
 
 def begin(target: Path) -> None:
@@ -106,22 +120,56 @@ def keep_last(folder: Path, count: int) -> list[Path]:
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """Returns what `checkpoint.json` says."""
+    """Returns what `checkpoint.json` says, of a checkpoint that was found complete."""
     return json.loads((checkpoint / FACTS_FILE).read_text())
 
 
 def _fault(checkpoint: Path) -> str:
     """What keeps the folder from being complete; empty if nothing does."""
     try:
-        sizes = read_facts(checkpoint)["files"]
-    except (OSError, ValueError, KeyError):
+        facts: object = read_facts(checkpoint)
+    except (OSError, ValueError, RecursionError):
         return f"there is no sound {FACTS_FILE}"
-    for name, size in sizes.items():
-        path = checkpoint / name
-        got = path.stat().st_size if path.exists() else None
+    fault = _fault_of_facts(facts)
+    if fault:
+        return f"{FACTS_FILE}: {fault}"
+    assert isinstance(facts, dict)
+    for name, size in facts["files"].items():
+        got = _size_of(checkpoint / name)
         if got != size:
             return f"{name}: expected {size} bytes, {'it is missing' if got is None else f'got {got}'}"
     return ""
+
+
+def _fault_of_facts(facts: object) -> str:
+    """What keeps sound JSON from being that of a checkpoint; empty if nothing does."""
+    if not isinstance(facts, dict):
+        return f"expected a mapping, got {describe(facts)}"
+    files = facts.get("files")
+    if not isinstance(files, dict):
+        return f"files: expected a mapping of names to sizes in bytes, got {describe(files)}"
+    wrong = [name for name, size in files.items() if type(size) is not int or size < 0]
+    if wrong:
+        return f"files: {wrong[0]}: expected a size in bytes, got {describe(files[wrong[0]])}"
+    if not files:
+        return "files: expected the files of the checkpoint, got none"
+    integers = ("version", *_INTEGERS) if facts.get("version") == VERSION else ("version", "step_count")
+    for name in integers:
+        if type(facts.get(name)) is not int:
+            return f"{name}: expected an integer, got {describe(facts.get(name))}"
+    for name in _MAPPINGS if facts["version"] == VERSION else ():
+        if not isinstance(facts.get(name), dict):
+            return f"{name}: expected a mapping, got {describe(facts.get(name))}"
+    if not isinstance(facts.get("data"), (dict, NoneType)):
+        return f"data: expected a mapping or null, got {describe(facts['data'])}"
+    return ""
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):  # a name that no file can have is that of a missing one
+        return None
 
 
 def _sync(folder: Path) -> None:

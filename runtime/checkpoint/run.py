@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,7 +18,16 @@ from hgraph.data.batches import BatchState, GlobalBatches
 from hgraph.errors import HydraulisError, InvalidInput, RankFailed
 from runtime.checkpoint.boxes import HeldBox, read_boxes, write_boxes
 from runtime.checkpoint.facts import changed_settings, check_data, check_model, check_version, facts_of
-from runtime.checkpoint.folder import begin, complete, find_checkpoint, keep_last, publish, read_facts, temporary
+from runtime.checkpoint.folder import (
+    FACTS_FILE,
+    begin,
+    complete,
+    find_checkpoint,
+    keep_last,
+    publish,
+    read_facts,
+    temporary,
+)
 from runtime.cluster import Cluster, ProcessCluster, SimulatedCluster
 from runtime.layouts import owned_box
 from runtime.meeting import meet
@@ -74,16 +84,7 @@ def load(program: Program, folder: Path, batches: GlobalBatches | None) -> Path:
     meet(cluster, f"load from {folder}")
     _settle(program)
 
-    def read() -> tuple[Path, dict[str, Any]]:
-        checkpoint = find_checkpoint(folder)
-        facts = read_facts(checkpoint)
-        check_version(facts, checkpoint)
-        check_model(facts, program, checkpoint)
-        if batches is not None:
-            check_data(facts, batches, checkpoint)
-        return checkpoint, facts
-
-    checkpoint, facts = _on_rank_0(cluster, read)
+    checkpoint, facts, next_batch = _on_rank_0(cluster, lambda: _read_checked(program, folder, batches))
     states = {rank: _empty_state(state, facts["optimizer_steps"]) for rank, state in program.ranks.items()}
     frozen = {rank: _like(state.frozen) for rank, state in program.ranks.items()}
     # Read beside the state that is there: a checkpoint that cannot be read leaves the program as it was.
@@ -92,10 +93,30 @@ def load(program: Program, folder: Path, batches: GlobalBatches | None) -> Path:
         state.optimizer.load_state_dict(states[rank])
         state.frozen.update(frozen[rank])
     program.step_count, program.seed = facts["step_count"], facts["seed"]
-    program.next_batch = BatchState(**facts["next_batch"])
+    program.next_batch = next_batch
     if program.is_main and (changed := changed_settings(facts, program)):
         warnings.warn("\n  ".join([f"{checkpoint}: what holds now differs:", *changed]), stacklevel=3)
     return checkpoint
+
+
+def _read_checked(
+    program: Program, folder: Path, batches: GlobalBatches | None
+) -> tuple[Path, dict[str, Any], BatchState]:
+    """Returns which checkpoint is meant and what it says beside its tensors, after all checks of that."""
+    checkpoint = find_checkpoint(folder)
+    facts = read_facts(checkpoint)
+    check_version(facts, checkpoint)
+    try:
+        check_model(facts, program, checkpoint)
+        next_batch = BatchState(**facts["next_batch"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"{checkpoint / FACTS_FILE}: expected what `save` writes, got something else ({type(error).__name__}: "
+            f"{error}); load another checkpoint"
+        ) from error
+    if batches is not None:
+        check_data(facts, batches, checkpoint)
+    return checkpoint, facts, next_batch
 
 
 def export_weights(program: Program, path: Path) -> None:
@@ -111,7 +132,11 @@ def export_weights(program: Program, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".tmp")
         # Copies: safetensors refuses tensors that share memory, as tied ones do.
-        save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, unfinished)
+        copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+        try:
+            save_file(copies, unfinished)
+        except SafetensorError as error:
+            raise InvalidInput(f"export_weights: {path} cannot be written: {error}") from error
         os.replace(unfinished, path)
 
     _on_rank_0(program.cluster, write)
@@ -166,16 +191,23 @@ def _like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _on_rank_0(cluster: Cluster, action: Callable[[], Result], *, aside: bool = False) -> Result:
-    """Returns on every rank what `action` returned on rank 0, or raises on every rank what it raised there."""
+    """Returns on every rank what `action` returned on rank 0, or raises on every rank what it raised there.
+
+    What is no error of this package is raised as `InvalidInput` where files are at fault, else as `RankFailed`: the
+    others wait for an answer whatever it is.
+    """
     outcome: Any = None
+    cause: Exception | None = None
     if 0 in cluster.local_ranks:
         try:
             outcome = action()
         except HydraulisError as error:
             outcome = error
         except OSError as error:
-            outcome = InvalidInput(f"checkpoint: {error}")
+            cause, outcome = error, InvalidInput(f"checkpoint: {error}")
+        except Exception as error:
+            cause, outcome = error, RankFailed(f"checkpoint: rank 0: {type(error).__name__}: {error}")
     outcome = cluster.broadcast(outcome, aside=aside)
     if isinstance(outcome, HydraulisError):
-        raise outcome
+        raise outcome from (cause or outcome.__cause__)
     return outcome

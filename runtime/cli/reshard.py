@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import click
@@ -36,6 +37,10 @@ __all__ = ["command"]
 ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 MOST_STEPS = 40
 """Steps of one phase that are printed; `--json` has all."""
+MOST_ELEMENTS = 2**60
+"""Tensors of so many elements are refused: bytes on links are counted in 64 bits."""
+MOST_BYTES = 2**62
+"""What all links together carry stays below it: a rank may need twice that beside its buffers, messages and sums."""
 _HINT = "write 0-3[S(0)], 0-3[2x2: S(0), R] or 0-1[S(1)] + 2[] @ R (docs/concepts.md)"
 
 
@@ -102,13 +107,24 @@ def command(
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Returns the shape that `8x6`, `8,6` or `scalar` says; raises `InvalidInput`."""
+    """Returns the shape that `8x6`, `8,6` or `scalar` says; raises `InvalidInput`, for 2^60 elements or more too."""
     if text.strip() == "scalar":
         return ()
     parts = [part.strip() for part in text.replace("x", ",").split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise InvalidInput(f"--shape: expected lengths of 0 or more, such as 8x6, or `scalar`; got {text!r}")
-    return tuple(map(int, parts))
+    # More digits than 2^60 has are too many, whichever they are; Python itself reads no more than some thousands.
+    shape = tuple(int(part.lstrip("0")[:20] or "0") for part in parts)
+    if max(*shape, math.prod(shape)) >= MOST_ELEMENTS:
+        raise InvalidInput(
+            f"--shape: expected lengths and a number of elements below 2^60 ({MOST_ELEMENTS:,}), got {_cut(text)}; "
+            "give the shape of one tensor"
+        )
+    return shape
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _tensor(source: str, target: str, shape_text: str) -> TensorReshard:
@@ -133,6 +149,12 @@ def _answer(tensor: TensorReshard, topology: Topology, dtype: str, *, bridge: bo
         plan = plan_bridge([tensor], topology).reshard_plan(tensor.name)
     else:
         plan = plan_reshard(tensor.source, tensor.target, tensor.shape)
+    moved = sum(reshard_bytes(plan, ELEMENT_BYTES[dtype]).values())
+    if moved >= MOST_BYTES:
+        raise InvalidInput(
+            f"--shape {_shape_text(tensor.shape)}: expected a plan that moves less than 2^62 bytes between all ranks, "
+            f"got {quantity(moved)}; give a smaller shape"
+        )
     _, _, bundles = gather_bundles([tensor])
     found = traffic(plan, ELEMENT_BYTES[dtype], topology)
     report = TrafficReport(found, lower_bound(bundles, topology), has_links)

@@ -254,7 +254,9 @@ def _nodes(topology: Topology) -> str:
 
 
 def _held_bytes(switch: _Switch) -> int:
-    shapes = {tensor.reshard.name.partition("#")[0]: tensor.reshard.shape for tensor in switch.plan.tensors}
+    from runtime.layouts import parameter_of
+
+    shapes = {parameter_of(tensor.reshard.name): tensor.reshard.shape for tensor in switch.plan.tensors}
     return sum(map(math.prod, shapes.values())) * switch.report.found.element_bytes
 
 
@@ -263,7 +265,7 @@ def _peak_text(switch: _Switch) -> str:
     from hgraph.pictures import quantity
 
     peak = switch.report.found.peak_extra_bytes
-    head = "peak extra memory of messages and sums, bucket by bucket"
+    head = "peak extra memory of messages and sums, at most two buckets at a time"
     if len(peak) <= _RANKS_LISTED:
         return f"{head}: " + ", ".join(f"rank {rank} {quantity(int(own))}" for rank, own in enumerate(peak))
     worst = int(peak.argmax())
