@@ -30,7 +30,6 @@ _MODULE_OF = {
     "plan_bridge": "hgraph.bridge_plan",
     "plan_reshard": "hgraph.reshard",
     "topology_from_environment": "hgraph.topology_file",
-    "traffic": "hgraph.traffic",
     "verify": "runtime.verify",
     "write_pool": "hgraph.strategy_file",
 }

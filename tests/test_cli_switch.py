@@ -515,19 +515,19 @@ class TestSwitchReshards:
         both = self.strategy("both", Scheme((Stage(1),)), Scheme((Stage(2),)))
         assert self.pairs(None, both, "parameters") == [
             ("w", "0-3[S(0)]", "0[]"),
-            ("w#1", "0-3[S(0)]", "1[] + 2[] @ S(0)"),
+            ("w..1", "0-3[S(0)]", "1[] + 2[] @ S(0)"),
         ]
         other = self.strategy("other", Scheme((Stage(2),)), Scheme((Stage(1),)))
-        assert self.pairs(both, other, "parameters") == [("w", "0[]", "2[]"), ("w#1", "0[]", "0[] + 1[] @ S(0)")]
+        assert self.pairs(both, other, "parameters") == [("w", "0[]", "2[]"), ("w..1", "0[]", "0[] + 1[] @ S(0)")]
 
     def test_every_part_of_a_sum_goes_to_one_place(self) -> None:
         both = self.strategy("both", Scheme((Stage(1),)), Scheme((Stage(2),)))
         other = self.strategy("other", Scheme((Stage(2),)), Scheme((Stage(1),)))
         assert self.pairs(both, None, "gradients") == [
-            ("w#1", "1[] + 2[] @ S(0)", "0-3[S(0)]"),
+            ("w..1", "1[] + 2[] @ S(0)", "0-3[S(0)]"),
             ("w", "0[]", "0-3[S(0)]"),
         ]
-        assert self.pairs(both, other, "gradients") == [("w#1", "1[] + 2[] @ S(0)", "2[]"), ("w", "0[]", "2[]")]
+        assert self.pairs(both, other, "gradients") == [("w..1", "1[] + 2[] @ S(0)", "2[]"), ("w", "0[]", "2[]")]
 
 
 class TestWholeNodes:

@@ -115,7 +115,9 @@ def failure(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> s
 def checkpoint_of(folder: Path, step: int) -> Path:
     path = folder / "runs" / "tiny" / "checkpoints" / f"step-{step:06d}"
     path.mkdir(parents=True)
-    (path / "checkpoint.json").write_text(json.dumps({"version": 1, "step_count": step, "files": {}}))
+    (path / "weights").write_bytes(b"0123")
+    facts = {"version": 1, "step_count": step, "optimizer_steps": step, "seed": 0, "files": {"weights": 4}}
+    (path / "checkpoint.json").write_text(json.dumps(facts | {"next_batch": {}, "optimizer": {}, "model": {}}))
     return path
 
 
