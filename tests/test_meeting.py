@@ -117,7 +117,10 @@ def test_a_save_on_one_rank_names_at_once_what_the_others_do(
 ) -> None:
     results = gloo.run(save_on_rank_0, others)
     error, seconds = results[0]
-    assert error.startswith(f"rank 0: {SAVE}: ranks 1, 2, 3 did not call it (") and text in error and ADVICE in error
+    head = error.partition(" did not call it (")[0]
+    # Who has noted a call by then may be one of them or all; of two that call another thing each is enough.
+    assert head.startswith(f"rank 0: {SAVE}: rank") and ADVICE in error
+    assert text in error or (others is two_load and " called step 4" in error)
     assert seconds < limit_s
     if others is not others_end:
         assert all("first failure: rank" in error and "did not call it" in error for error, _ in results), "all raise"
