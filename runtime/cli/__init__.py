@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
+import sys
 from typing import Any
 
 import click
 
 from hgraph.errors import HydraulisError
 from hgraph.installation import check_installation
+from runtime.launch import is_launched
 
 __all__ = ["main"]
 
@@ -60,6 +63,11 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
+            if is_launched():
+                # A rank ends here: what else the interpreter does at its end can wait for messages that never come.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(INTERRUPTED)
             ctx.exit(INTERRUPTED)
         except HydraulisError as error:
             if ctx.params["debug"]:
