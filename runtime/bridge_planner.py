@@ -17,7 +17,7 @@ from runtime.bridge import Bridge
 from runtime.buffer_pool import BufferPool
 from runtime.layouts import SwitchedKind, switch_reshards
 
-__all__ = ["BridgePlanner", "StrategyBridges", "bridge_plans", "bucket_elements"]
+__all__ = ["BridgePlanner", "StrategyBridges", "bucket_elements"]
 
 _KINDS: tuple[SwitchedKind, SwitchedKind] = ("parameters", "gradients")
 _MOST_BUCKET_MB = 1e12
@@ -25,7 +25,7 @@ _MOST_BUCKET_MB = 1e12
 
 
 class StrategyBridges:
-    """Both bridges of one strategy on one rank.
+    """The bridges of parameters and of gradients on one rank: of a strategy, or of a switch between two.
 
     Plans are of tensors named `name` or `name..k`: k counts the parts of a layout that is not one union of single
     subgroups. `dtypes` are those that parameters and gradients travel in; both bridges take their buffers from `pool`.
@@ -72,7 +72,7 @@ class BridgePlanner:
         self._bucket_elements = {
             kind: bucket_elements(bucket_mb, dtype) for kind, dtype in zip(_KINDS, dtypes, strict=True)
         }
-        self._known: dict[str, tuple[BridgePlan, BridgePlan]] = {}
+        self._known: dict[tuple[str | None, str], tuple[BridgePlan, BridgePlan]] = {}
         if self.topology.num_ranks != num_ranks:
             raise InvalidInput(
                 f"topology {self.topology.name}: expected the {num_ranks} ranks of the pool, got "
@@ -81,36 +81,27 @@ class BridgePlanner:
 
     def plans(self, strategy: Strategy) -> tuple[BridgePlan, BridgePlan]:
         """Returns the plans that bring parameters to a strategy's layout, and its gradients to their owners."""
-        if strategy.name not in self._known:
+        if (None, strategy.name) not in self._known:
             inward = self._plan(None, strategy, "parameters")
-            self._known[strategy.name] = inward, self._plan(strategy, None, "gradients")
-        return self._known[strategy.name]
+            self._known[None, strategy.name] = inward, self._plan(strategy, None, "gradients")
+        return self._known[None, strategy.name]
 
-    def switch_plans(self, start: Strategy, end: Strategy) -> tuple[BridgePlan, BridgePlan]:
+    def switch(self, start: Strategy, end: Strategy) -> tuple[BridgePlan, BridgePlan]:
         """Returns the plans that take parameters and gradients from one strategy's layout to another's."""
-        return self._plan(start, end, "parameters"), self._plan(start, end, "gradients")
+        key = start.name, end.name
+        if key not in self._known:
+            self._known[key] = self._plan(start, end, "parameters"), self._plan(start, end, "gradients")
+        return self._known[key]
 
-    def bridges(self, strategy: Strategy, rank: int, device: torch.device, pool: BufferPool) -> StrategyBridges:
-        """Returns the bridges of a strategy on one rank."""
-        return StrategyBridges(self.plans(strategy), rank, self.dtypes, device, pool)
+    def on_rank(
+        self, plans: tuple[BridgePlan, BridgePlan], rank: int, device: torch.device, pool: BufferPool
+    ) -> StrategyBridges:
+        """Returns one rank's part of both plans."""
+        return StrategyBridges(plans, rank, self.dtypes, device, pool)
 
     def _plan(self, start: Strategy | None, end: Strategy | None, kind: SwitchedKind) -> BridgePlan:
         reshards = switch_reshards(start, end, kind, self.compiled, self.captured, self.num_ranks)
         return plan_bridge(reshards, self.topology, bucket_elements=self._bucket_elements[kind])
-
-
-def bridge_plans(
-    strategy: Strategy,
-    compiled: Mapping[str, CompiledScheme],
-    captured: Captured,
-    num_ranks: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    *,
-    bucket_mb: float,
-    topology: Topology | None = None,
-) -> tuple[BridgePlan, BridgePlan]:
-    """Returns the plan of the parameter bridge and of the gradient bridge; see `BridgePlanner`."""
-    return BridgePlanner(compiled, captured, num_ranks, dtypes, bucket_mb, topology).plans(strategy)
 
 
 def bucket_elements(bucket_mb: float, dtype: torch.dtype) -> int:

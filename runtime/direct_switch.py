@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from hgraph.bridge_plan import BridgePlan
 from runtime.bridge import Bridge
-from runtime.buffer_pool import BufferPool
+from runtime.bridge_planner import StrategyBridges
 from runtime.layouts import parameter_of
 from runtime.requests import RankGenerator
 
@@ -24,30 +22,22 @@ __all__ = ["DirectSwitch"]
 class DirectSwitch:
     """One rank's part in the switch from one strategy to another. Bridges name tensors as `runtime/layouts.py` does."""
 
-    def __init__(
-        self,
-        plans: tuple[BridgePlan, BridgePlan],
-        rank: int,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device,
-        pool: BufferPool,
-    ) -> None:
-        self._parameters = Bridge(plans[0], rank, dtypes[0], device, pool=pool)
-        self._gradients = Bridge(plans[1], rank, dtypes[1], device, pool=pool, lane=1)
+    def __init__(self, bridges: StrategyBridges) -> None:
+        self._bridges = bridges
 
     @property
     def total_bytes(self) -> int:
         """Bytes that one switch moves between all ranks."""
-        return self._parameters.total_bytes + self._gradients.total_bytes
+        return self._bridges.total_bytes
 
     def parameters(self, held: Mapping[str, Tensor]) -> RankGenerator[dict[str, Tensor]]:
         """Returns the parameters that this rank uses under the next strategy, from those it used, both by name."""
-        found = yield from self._run(self._parameters, held, "switch parameters")
+        found = yield from self._run(self._bridges.parameters, held, "switch parameters")
         return {parameter_of(key): tensor for key, tensor in found.items()}
 
     def gradients(self, accumulated: Mapping[str, Tensor]) -> RankGenerator[dict[str, Tensor]]:
         """Returns what this rank's gradients under the next strategy begin with, from what it has accumulated."""
-        found = yield from self._run(self._gradients, accumulated, "switch gradients")
+        found = yield from self._run(self._bridges.gradients, accumulated, "switch gradients")
         totals: dict[str, Tensor] = {}
         for key, tensor in found.items():
             name = parameter_of(key)

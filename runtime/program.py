@@ -232,12 +232,11 @@ class Program:
         return StepFacts(self.step_count + 1, batch, plan.parts, tuple(self.pool[name] for name in names))
 
     def _prepare_switch(self, pair: tuple[str, str]) -> None:
-        if all(pair in state.switches for state in self.ranks.values()):
-            return
-        plans = self._bridges.switch_plans(*(self.pool[name] for name in pair))
-        dtypes = self.dtype, self.master_dtype
         for rank, state in self.ranks.items():
-            state.switches[pair] = DirectSwitch(plans, rank, dtypes, self.cluster.device, state.buffers)
+            if pair not in state.switches:
+                plans = self._bridges.switch(self.pool[pair[0]], self.pool[pair[1]])
+                bridges = self._bridges.on_rank(plans, rank, self.cluster.device, state.buffers)
+                state.switches[pair] = DirectSwitch(bridges)
 
     def _bytes_moved(self, plan: StepPlan | SequencedPlan) -> int:
         state = next(iter(self.ranks.values()))
@@ -379,7 +378,7 @@ class Program:
 
     def _executable(self, name: str, rank: int, pool: BufferPool) -> Executable:
         strategy = self.pool[name]
-        bridges = self._bridges.bridges(strategy, rank, self.cluster.device, pool)
+        bridges = self._bridges.on_rank(self._bridges.plans(strategy), rank, self.cluster.device, pool)
         index = strategy.replica_of(rank)
         executor = None
         if index is not None:

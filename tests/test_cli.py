@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 
 from hgraph.errors import FileErrors, HydraulisError
 from hgraph.plan import StepPlan
@@ -20,19 +19,8 @@ from hgraph.profile import Profile, SchemeCost
 from runtime.cli import COMMANDS, main
 from runtime.cli.options import load_run_config, make_model
 from runtime.profile_file import read_profile, write_profile
+from tests.command_line import POOL, ROOT, TINY, hgraph, message
 
-ROOT = Path(__file__).parent.parent
-POOL = """\
-version: 1
-ranks: 4
-strategies:
-  - name: large
-    replicas: [{tp: 2, pp: 2}]
-  - name: mixed
-    replicas: [{tp: 2}, {tp: 1, count: 2}]
-  - name: small
-    replicas: [{tp: 1, count: 3}]
-"""
 PROFILE = Profile(
     {
         "tp2.pp2": SchemeCost(1e-5, 0.02, 2.0, 400),
@@ -41,15 +29,6 @@ PROFILE = Profile(
     },
     {"large": 1.0, "mixed": 2.0, "small": 3.0},
 )
-TINY = [
-    "model.layers=2",
-    "model.hidden=16",
-    "model.heads=4",
-    "model.kv_heads=2",
-    "model.ffn=24",
-    "model.vocab_size=300",
-    "data.vocab_size=300",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +38,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pool.yaml").write_text(POOL)
     write_profile("costs.json", PROFILE)
     return tmp_path
-
-
-def hgraph(*arguments: str) -> Result:
-    return CliRunner().invoke(main, list(arguments), prog_name="hgraph")
-
-
-def message(*arguments: str) -> str:
-    """Returns what a command says on stderr when it fails; nothing goes to stdout, and there is no traceback."""
-    result = hgraph(*arguments)
-    assert result.exit_code in (1, 2), result.output
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.stdout == ""
-    return result.stderr
 
 
 class TestGroup:

@@ -18,7 +18,7 @@ from hgraph.errors import InvalidInput
 from hgraph.strategy import Scheme
 from hgraph.topology import Topology
 from runtime.bridge import arrived, landed, posted
-from runtime.bridge_planner import StrategyBridges, bridge_plans
+from runtime.bridge_planner import BridgePlanner, StrategyBridges
 from runtime.cluster import ProcessCluster, SimulatedCluster
 from runtime.executor import begins
 from runtime.gloo import ProcessTransport
@@ -253,7 +253,7 @@ def test_what_is_refused(overlapping: Program) -> None:
 
     def plan(bucket_mb: float, topology: Topology | None) -> None:
         compiled, captured = overlapping.compiled, overlapping.captured
-        bridge_plans(POOL["het"], compiled, captured, 4, dtypes, bucket_mb=bucket_mb, topology=topology)
+        BridgePlanner(compiled, captured, 4, dtypes, bucket_mb, topology).plans(POOL["het"])
 
     with pytest.raises(InvalidInput, match=r"topology test: expected the 4 ranks of the pool, got 2"):
         plan(1.0, nodes((0,), (1,)))
