@@ -72,6 +72,7 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     """
     from runtime.checkpoint.resume import start_of
     from runtime.config import load_config
+    from runtime.interrupts import INTERRUPTED
     from runtime.launch import is_launched, launch
 
     overrides = list(settings)
@@ -83,7 +84,10 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
         check_pool(loaded)
         start_of(loaded, folder)
         again = [] if folder is None else [f"--resume={folder}"]
-        sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again]))
+        code = launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again])
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.exit(code)
     from runtime.train import train
 
     train(loaded, folder)
