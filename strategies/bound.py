@@ -174,13 +174,9 @@ def closed_form_ms(problem: BoundProblem, eligible_KT: Bools) -> float:
         return float("inf")
     if problem.num_kinds > 2:
         return _best_of_guesses(problem, eligible_KT)
-    return max(certificate(problem, weight_GT, eligible_KT) for weight_GT in _weights(problem, eligible_KT))
-
-
-def _weights(problem: BoundProblem, eligible_KT: Bools) -> list[Floats]:
-    if problem.num_kinds == 1:
-        return list(np.eye(NUM_ROWS)[:, :, None])
-    return [_balance(problem, rows, eligible_KT) for rows in product(range(NUM_ROWS), repeat=2)]
+    if problem.num_kinds == 2:
+        return _best_of_balances(problem, eligible_KT)
+    return max(certificate(problem, weight_GT, eligible_KT) for weight_GT in np.eye(NUM_ROWS)[:, :, None])
 
 
 def _best_of_guesses(problem: BoundProblem, eligible_KT: Bools) -> float:
@@ -197,29 +193,31 @@ def _best_of_guesses(problem: BoundProblem, eligible_KT: Bools) -> float:
     return best_ms
 
 
-def _balance(problem: BoundProblem, rows: tuple[int, ...], eligible_KT: Bools) -> Floats:
-    """Returns the best weights of two kinds, one row each: the Lagrangian bends only where a class is indifferent.
+def _best_of_balances(problem: BoundProblem, eligible_KT: Bools) -> float:
+    """Returns the best certificate in ms of two kinds, one row each: it bends only where a class is indifferent.
 
-    With ratio r = w_0 / w_1, a class pays min(r cost_0, cost_1): cost_1 once r reaches cost_1 / cost_0.
+    With ratio r = w_0 / w_1, a class pays min(r cost_0, cost_1): cost_1 once r reaches cost_1 / cost_0. All pairs of
+    rows [P] are looked at together, and all ratios [P, C] at which some class is indifferent, 0 and infinity.
     """
-    cost_0, cost_1 = (np.where(eligible_KT[:, t], problem.cost_GKT[rows[t], :, t], np.inf) for t in range(2))
-    constant_T = problem.active_constant_GT(eligible_KT)[list(rows), [0, 1]] * problem.replicas_T
-    both = np.isfinite(cost_0) & np.isfinite(cost_1) & (cost_0 > 0)
-    ratio_C = np.concatenate([[0.0], np.sort(cost_1[both] / cost_0[both])])
-    order = np.argsort(cost_1[both] / cost_0[both], kind="stable")
-    pays_1 = np.concatenate([[0.0], np.cumsum((problem.counts_K * np.where(both, cost_1, 0))[both][order])])
-    all_0 = (problem.counts_K * np.where(both, cost_0, 0))[both][order]
-    pays_0 = np.concatenate([[all_0.sum()], all_0.sum() - np.cumsum(all_0)])
-    only_0 = float(problem.counts_K @ np.where(np.isfinite(cost_0) & ~both, cost_0, 0.0))
-    only_1 = float(problem.counts_K @ np.where(np.isfinite(cost_1) & ~np.isfinite(cost_0), cost_1, 0.0))
-    value_C = ratio_C * (pays_0 + only_0 + constant_T[0]) + pays_1 + only_1 + constant_T[1]
-    value_C = value_C / (ratio_C * problem.replicas_T[0] + problem.replicas_T[1])
-    limit = (only_0 + constant_T[0]) / problem.replicas_T[0]
-    best = int(value_C.argmax())
-    weight_T = np.array([1.0, 0.0]) if limit > value_C[best] else np.array([ratio_C[best], 1.0])
-    weight_GT = np.zeros((NUM_ROWS, 2))
-    weight_GT[list(rows), [0, 1]] = weight_T
-    return weight_GT
+    rows_P = np.array(list(product(range(NUM_ROWS), repeat=2)))
+    cost_0, cost_1 = (problem.cost_GKT[rows_P[:, t], :, t] for t in range(2))
+    active_GT = problem.active_constant_GT(eligible_KT)
+    constant_0, constant_1 = (active_GT[rows_P[:, t], t] * problem.replicas_T[t] for t in range(2))
+    both = eligible_KT.all(axis=1)
+    only_0, only_1 = (eligible_KT[:, t] & ~both for t in range(2))
+    fixed_0 = cost_0[:, only_0] @ problem.counts_K[only_0] + constant_0
+    fixed_1 = cost_1[:, only_1] @ problem.counts_K[only_1] + constant_1
+    all_0, all_1 = (cost[:, both] * problem.counts_K[both] for cost in (cost_0, cost_1))
+    ratio_PC = all_1 / np.maximum(all_0, 1e-300)
+    order = np.argsort(ratio_PC, axis=1, kind="stable")
+    ratio_PC, all_0, all_1 = (np.take_along_axis(values, order, axis=1) for values in (ratio_PC, all_0, all_1))
+    start = np.zeros((len(rows_P), 1))
+    ratio_PC = np.concatenate([start, ratio_PC], axis=1)
+    pays_1 = np.concatenate([start, np.cumsum(all_1, axis=1)], axis=1) + fixed_1[:, None]
+    pays_0 = all_0.sum(axis=1, keepdims=True) - np.concatenate([start, np.cumsum(all_0, axis=1)], axis=1)
+    pays_0 = np.maximum(pays_0, 0.0) + fixed_0[:, None]
+    value_PC = (ratio_PC * pays_0 + pays_1) / (ratio_PC * problem.replicas_T[0] + problem.replicas_T[1])
+    return max(float(value_PC.max()), float(fixed_0.max() / problem.replicas_T[0]))
 
 
 def least_time_ms(problem: BoundProblem, bound_ms: Callable[[BoundProblem, Bools], float]) -> float:
