@@ -98,8 +98,8 @@ class _Groups:
         share = rest / rest[-1] if len(rest) and rest[-1] > 0 else np.linspace(0.0, 1.0, len(rest))
         number = NUM_LONG + np.minimum((share * (NUM_GROUPS - NUM_LONG)).astype(np.intp), NUM_GROUPS - NUM_LONG - 1)
         group_K = np.unique(np.concatenate([np.arange(min(num, NUM_LONG)), number]), return_inverse=True)[1]
-        count_J = np.bincount(group_K, problem.counts_K)
-        length_J = np.bincount(group_K, problem.counts_K * problem.length_K) / count_J
+        count_J = np.bincount(group_K, problem.counts_K).astype(np.float64)
+        length_J = np.asarray(np.bincount(group_K, problem.counts_K * problem.length_K) / count_J)
         work = [np.bincount(group_K, problem.counts_K * own_K) / count_J for own_K in problem.work_KT.T]
         return _Groups(group_K, count_J, length_J, np.stack(work, axis=1))
 

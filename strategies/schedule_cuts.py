@@ -97,7 +97,7 @@ def long_capacities_ms(
     if kind.pp > 1 and kind.schedule == "gpipe":
         capacity = np.minimum(capacity, time_ms - fixed_ms * (v + stages - 1) - (stages - 1) * extra_ms)
     if kind.pp > 1 and kind.schedule == "1f1b":
-        for total, least, extra in _general_cuts(stages, v):
+        for total, least, extra in _general_cuts(stages, v.astype(np.float64)):
             capacity = np.minimum(capacity, (time_ms - total * fixed_ms - extra * extra_ms) / least)
         known = _long_cuts(stages)
         if known is not None:
@@ -106,7 +106,7 @@ def long_capacities_ms(
     return np.asarray(capacity + shortest_ms * v)
 
 
-def _general_cuts(stages: int, v: Floats | float) -> list[tuple[Floats | float, float, float]]:
+def _general_cuts(stages: int, v: Floats) -> list[tuple[Floats, float, float]]:
     """Returns the cuts of 1F1B that hold for every P and v: the last stage, half of each, the long one."""
     ends, hidden = stages - 1, 1.0 - FORWARD_SHARE
     return [(v + share * ends, 1.0 - (1.0 - share) * hidden, (1.0 - share) * (ends + hidden)) for share in (1, 0.5, 0)]

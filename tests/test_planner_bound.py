@@ -12,7 +12,7 @@ import pytest
 from hgraph.profile import SchemeCost
 from hgraph.simulate import schedule_ms
 from strategies.bound import bound_problem, certificate, closed_form_ms, least_time_ms
-from strategies.bound_program import _Groups, Prices, options_of, program_bound_ms, refutes
+from strategies.bound_program import Prices, _Groups, options_of, program_bound_ms, refutes
 from strategies.cost import ReplicaKind, replica_kinds
 from strategies.heuristic import heuristic_assignment
 from strategies.packing import Packer
