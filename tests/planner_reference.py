@@ -195,6 +195,70 @@ def _fixed_eligibility_ms(
     return float(answer.fun)
 
 
+def option_bound_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> float:
+    """Returns the documented bound of replicas with pp = 1 by number of micro-batches, by scipy and bisection."""
+    classes = sorted(Counter(lengths).items())
+    groups = list(Counter(kinds).items())
+    low = max(
+        min(kind.pp * kind.cost.micro_batch_ms([s]) for kind, _ in groups if s <= kind.max_tokens) for s, _ in classes
+    )
+    high = 2.0 * low
+    while _share_of_batch(groups, classes, high) < 1.0:
+        low, high = high, 2.0 * high
+    while high > low * (1 + 1e-5):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _share_of_batch(groups, classes, middle) < 1.0 - 1e-7 else (low, middle)
+    return low
+
+
+def _share_of_batch(
+    groups: Sequence[tuple[ReplicaKind, int]], classes: Sequence[tuple[int, int]], time_ms: float
+) -> float:
+    """Returns how much of the batch fits fractionally into a step; columns: [kind, v, class], [kind, v], the share."""
+    most = sum(count for _, count in classes)
+    options = [(kind, v, t) for t, (kind, _) in enumerate(groups) for v in range(1, most + 1)]
+    num, width = len(classes), len(classes) + 1
+    rows, right, equal = [], [], []
+    bounds: list[tuple[float, float]] = []
+    for o, (kind, v, _) in enumerate(options):
+        capacity_ms = time_ms - kind.cost.c * v
+        limits = (
+            (kind.cost.sequence_ms, max(0.0, capacity_ms)),
+            (float, float(kind.max_tokens * v)),
+            (lambda s, kind=kind: float(2 * s > kind.max_tokens), float(v)),
+        )
+        for per_sequence, room in limits:
+            row = [0.0] * (len(options) * width + 1)
+            row[o * width : o * width + num] = [per_sequence(s) for s, _ in classes]
+            row[o * width + num] = -room
+            rows.append(row)
+            right.append(0.0)
+        for k, (s, count) in enumerate(classes):
+            own = kind.cost.sequence_ms(s)
+            held = min(count, int(capacity_ms * (1 + 1e-9) / own + 1e-9)) if own > 0 else count
+            may = s <= kind.max_tokens and kind.cost.micro_batch_ms([s]) <= time_ms and capacity_ms >= 0
+            row = [0.0] * (len(options) * width + 1)
+            row[o * width + k], row[o * width + num] = 1.0, -float(held)
+            rows.append(row)
+            right.append(0.0)
+            bounds.append((0.0, 2.0 * count if may else 0.0))
+        bounds.append((0.0, float("inf")))
+    for t, (_, number) in enumerate(groups):
+        row = [0.0] * (len(options) * width + 1)
+        for o, (_, _, own_kind) in enumerate(options):
+            row[o * width + num] = float(own_kind == t)
+        rows.append(row)
+        right.append(float(number))
+    for k, (_, count) in enumerate(classes):
+        row = [0.0] * (len(options) * width + 1)
+        row = [1.0 if i % width == k and i < len(options) * width else 0.0 for i in range(len(row))]
+        row[-1] = -float(count)
+        equal.append(row)
+    cost = [0.0] * (len(options) * width) + [-1.0]
+    answer = linprog(cost, rows, right, equal, [0.0] * num, bounds=[*bounds, (0.0, 2.0)], method="highs")
+    return float(-answer.fun)
+
+
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
     """Yields every partition of `items` into non-empty groups."""
     if not items:
