@@ -68,19 +68,16 @@ def _planned(steps: Sequence[StepOutput]) -> list[Row]:
 
 
 def _solver(steps: Sequence[StepOutput]) -> str:
-    runs = [step for step in steps if step.plan_times is not None and step.plan_times.ran_solver]
+    runs = [(step, step.plan_times) for step in steps if step.plan_times is not None and step.plan_times.ran_solver]
     if not runs:
         return f"ran in none of {len(steps)} steps"
-    better = [step.solver_gain for step in runs if step.solver_gain > 0]
-    own_ms = [step.plan_times.total_ms for step in runs if step.plan_times is not None]
+    better = [step.solver_gain for step, _ in runs if step.solver_gain > 0]
     first_ms = sum(step.plan_times.first_predicted_ms for step in steps if step.plan_times is not None)
-    saved_ms = sum(
-        step.plan_times.first_predicted_ms * step.solver_gain for step in runs if step.plan_times is not None
-    )
+    saved_ms = sum(times.first_predicted_ms * step.solver_gain for step, times in runs)
     return (
-        f"ran in {len(runs)} of {len(steps)} steps, {statistics.median(own_ms):.0f} ms median; found a better plan in "
-        f"{len(better)}, which saves {statistics.median(better or [0.0]):.2%} median there, {saved_ms / first_ms:.2%} "
-        "of all predicted time"
+        f"ran in {len(runs)} of {len(steps)} steps, {statistics.median(times.total_ms for _, times in runs):.0f} ms "
+        f"median; found a better plan in {len(better)}, which saves {statistics.median(better or [0.0]):.2%} median "
+        f"there, {saved_ms / first_ms if first_ms > 0 else 0.0:.2%} of all predicted time"
     )
 
 

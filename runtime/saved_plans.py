@@ -122,24 +122,23 @@ def _replayed(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[in
 
 
 def _layout(strategy: Strategy) -> tuple[str, ...]:
-    return tuple(
-        f"{replica.scheme} {str(replicated(replica.ranks)).partition('[')[0]}" for replica in strategy.replicas
-    )
+    ranks = [str(replicated(replica.ranks)).partition("[")[0] for replica in strategy.replicas]
+    return tuple(f"{replica.scheme} {own}" for replica, own in zip(strategy.replicas, ranks, strict=True))
 
 
 def _check_lengths(planned: Sequence[int], lengths: Sequence[int], where: str) -> None:
     if tuple(planned) == tuple(lengths):
         return
-    where = f"{where}: the batch is not the one that was planned:"
+    where = f"{where}: the batch is not that of the plan:"
     if len(planned) != len(lengths):
         raise InvalidInput(
-            f"{where} expected {len(planned)} sequences, got {len(lengths)}; is it the same data and seed?"
+            f"{where} expected {len(planned)} sequences, got {len(lengths)}; are data and seed the same?"
         )
     different = [index for index, (a, b) in enumerate(zip(planned, lengths, strict=True)) if a != b]
     first = different[0]
     raise InvalidInput(
         f"{where} expected sequence {first} to have {planned[first]:,} tokens, got {lengths[first]:,}; "
-        f"{len(different)} of {len(lengths)} lengths differ; is it the same data and seed?"
+        f"{len(different)} of {len(lengths)} lengths differ; are data and seed the same?"
     )
 
 

@@ -1,4 +1,4 @@
-"""Any-time planning: a first checked plan at once, then the final one, each proved by the checker before it is given."""
+"""Any-time planning: a first plan at once, then the final one, each proved by the checker before it is given."""
 
 from __future__ import annotations
 

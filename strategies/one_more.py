@@ -70,7 +70,7 @@ def one_more(
         costs = replace(profile, bridge_ms={strategy.name: bridge_ms})
         tried.append((strategy_bound_ms(strategy, costs, lengths), strategy))
     tried.sort(key=lambda one: one[0])
-    rows = []
+    rows: list[OneMoreRow] = []
     for bound_ms, strategy in tried:
         if bound_ms >= plan.predicted_ms:
             break

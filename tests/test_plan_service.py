@@ -244,7 +244,7 @@ class Fatal(PlannerOptions):
 
 
 def test_where_every_process_ends_steps_are_planned_here() -> None:
-    with PlanService(POOL, PROFILE, Fatal(), PlanAhead(4)) as service:
+    with PlanService(POOL, PROFILE, Fatal(), PlanAhead(4, workers=1)) as service:
         batches = batches_of((1, 2, 3))
         for step, lengths in batches.items():
             service.submit(step, lengths)

@@ -79,10 +79,9 @@ def _planned(
     for number, lengths in enumerate(shown):
         start_s = time.process_time()
         making = answers(pool, profile, lengths, step=number, options=options)
-        first = last = next(making)
+        first = next(making)
         latency_ms = 1e3 * (time.process_time() - start_s)
-        for last in making:
-            pass
+        last = first if first.is_last else next(making)
         total_ms = 1e3 * (time.process_time() - start_s)
         if last.error is not None:
             raise last.error
@@ -150,8 +149,8 @@ def _summary(planned: Sequence[PlannedBatch]) -> str:
     whole_ms = sum(one.first_predicted_ms for one in planned)
     return (
         f"mean simulated {ms_text(statistics.fmean(one.plan.predicted_ms for one in planned))} ms; "
-        f"gap {statistics.median(gaps):.2%} median, {max(gaps):.2%} at most; first checked plan after "
-        f"{ms_text(statistics.median(latencies_ms))} ms of processor time, median, {ms_text(max(latencies_ms))} at most; "
+        f"gap {statistics.median(gaps):.2%} median, {max(gaps):.2%} at most; first checked plan after a median "
+        f"{ms_text(statistics.median(latencies_ms))} ms of processor time, {ms_text(max(latencies_ms))} at most; "
         f"the solver ran for {len(runs)} of {len(planned)}, found a better plan for {len(better)}, and saved "
         f"{saved_ms / whole_ms if whole_ms > 0 else 0.0:.2%} of all predicted time"
     )

@@ -80,7 +80,7 @@ def print_plan(answered: Answered) -> None:
 
 def as_data(answered: Answered) -> dict[str, Any]:
     """Returns the plan with what explains it; `plan` reads back as `StepPlan.from_json`."""
-    plan = answered.plan
+    plan, is_long = answered.plan, answered.deciding is not None
     data = {
         "lengths": list(answered.lengths),
         "strategy": plan.strategy,
@@ -88,9 +88,7 @@ def as_data(answered: Answered) -> dict[str, Any]:
         "bound_ms": plan.bound_ms,
         "gap": plan.gap,
         "candidates": [asdict(row) for row in answered.explanation.candidates],
-        "replicas": [
-            _replica_data(row, is_long=answered.deciding is not None) for row in answered.explanation.replicas
-        ],
+        "replicas": [_replica_data(row, is_long=is_long) for row in answered.explanation.replicas],
         "imbalance": answered.explanation.imbalance,
         "costs": answered.origin,
         "max_tokens": {name: cost.max_tokens for name, cost in answered.profile.schemes.items()},
