@@ -27,10 +27,11 @@ class CandidateRow:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRow:
-    """One micro-batch: indices into the batch and their lengths, and its time in one stage, `c` included."""
+    """One micro-batch: indices into the batch, their lengths and what each adds, and its time in one stage, with c."""
 
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
+    sequence_ms: tuple[float, ...]
     tokens: int
     ms: float
 
@@ -141,7 +142,8 @@ def deciding(
 
 def _micro_batch(profile: Profile, scheme: object, members: Sequence[int], lengths: Sequence[int]) -> MicroBatchRow:
     own = tuple(lengths[index] for index in members)
-    return MicroBatchRow(tuple(members), own, sum(own), profile.cost(scheme).micro_batch_ms(own))
+    cost = profile.cost(scheme)
+    return MicroBatchRow(tuple(members), own, tuple(map(cost.sequence_ms, own)), sum(own), cost.micro_batch_ms(own))
 
 
 def _candidate_rows(plan: StepPlan) -> tuple[CandidateRow, ...]:

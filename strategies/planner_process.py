@@ -8,6 +8,7 @@ Linux the parent's death is watched as well, in case a child of the parent holds
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
@@ -28,6 +29,7 @@ __all__ = ["PlannerProcess", "ProcessEnded", "serve"]
 Setup: TypeAlias = tuple[Pool, Profile, PlannerOptions]
 Request: TypeAlias = tuple[int, tuple[int, ...]]
 START_CODE = "import sys; from strategies.planner_process import serve; serve(int(sys.argv[1]))"
+READY = "ready"
 EXIT_TIMEOUT_S = 5.0
 
 
@@ -44,6 +46,10 @@ class PlannerProcess:
         with contextlib.suppress(ProcessEnded):  # `ask` will say it
             self._send(setup)
 
+    def wait_until_ready(self) -> None:
+        """Returns once the process has imported the planner; raises `ProcessEnded`."""
+        self._receive()
+
     @property
     def process_id(self) -> int:
         return self._process.pid
@@ -53,10 +59,7 @@ class PlannerProcess:
         self._send((step, lengths))
         is_last = False
         while not is_last:
-            try:
-                answer: Answer = self._connection.recv()
-            except (EOFError, OSError):
-                raise ProcessEnded(self._how_it_ended()) from None
+            answer: Answer = self._receive()
             is_last = answer.is_last
             yield answer
 
@@ -74,6 +77,12 @@ class PlannerProcess:
         try:
             self._connection.send(message)
         except OSError:
+            raise ProcessEnded(self._how_it_ended()) from None
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
             raise ProcessEnded(self._how_it_ended()) from None
 
     def _how_it_ended(self) -> str:
@@ -108,13 +117,15 @@ def serve(handle: int) -> None:
     except (EOFError, OSError):
         return
     threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
-    while True:
-        step, lengths = requests.get()
-        for answer in answers(pool, profile, lengths, step=step, options=options):
-            try:
+    importlib.import_module("strategies.select")
+    try:
+        connection.send(READY)
+        while True:
+            step, lengths = requests.get()
+            for answer in answers(pool, profile, lengths, step=step, options=options):
                 connection.send(answer)
-            except OSError:  # the other end has closed: nobody waits for the answer
-                return
+    except OSError:  # the other end has closed: nobody waits for the answer
+        return
 
 
 def _read_requests(connection: Connection, requests: SimpleQueue[Request]) -> None:

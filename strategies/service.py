@@ -53,8 +53,9 @@ class _Task:
 class PlanService:
     """Plans steps ahead; at most `ahead.depth` (1 or more) may be submitted and not yet taken.
 
-    A process that ends is replaced, and plans the step again. If that fails too, the step is planned here by the
-    heuristic, and the plan's `solver` says so. Use as a context manager, or call `close`.
+    Until the first process is ready, steps are planned here, in `result`. A process that ends is replaced, and plans
+    the step again; if that fails too, the step is planned here by the heuristic, and the plan's `solver` says so: what
+    ended a process might end the job. Use as a context manager, or call `close`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PlanService:
         self._processes: dict[int, PlannerProcess] = {}
         self._threads: list[threading.Thread] = []
         self._notes: list[str] = []
-        self._num_taken = 0
+        self._num_ready, self._num_ended = 0, 0
         self._is_closed = False
         self._add_worker()
 
@@ -124,12 +125,14 @@ class PlanService:
             raise InvalidInput(f"plan service: step {step} was not submitted; waiting are {sorted(self._pending)}")
         task = self._pending[step]
         start_s = perf_counter()
+        if self._ahead.wait == "best" and self._is_left_to_us(task):
+            for answer in answers(*self._setup[:2], task.lengths, step=step, options=self._setup[2]):
+                self._answer(task, answer)
         wait_s = timeout_s if self._ahead.wait == "best" else 0.0
         if not self._wait_for(task, wait_s) and self._ahead.wait == "best":
             self._give_up(task, timeout_s)
         used = task.last or self._early(task)
         self.drop(step)
-        self._num_taken += 1
         return planned_step(task.first or used, used, 1e3 * (perf_counter() - start_s))
 
     def close(self) -> None:
@@ -152,13 +155,22 @@ class PlanService:
     ) -> None:
         self.close()
 
+    def _is_left_to_us(self, task: _Task) -> bool:
+        """Returns whether no process has begun with a step, nor will soon; takes it out of the queue then."""
+        with self._changed:
+            if task not in self._queue or self._num_ready or self._num_ended:
+                return False
+            self._queue.remove(task)
+            return True
+
     def _wait_for(self, task: _Task, timeout_s: float) -> bool:
         """Returns whether the final plan came in time; adds a process where the first ones cannot keep up."""
         with self._changed:
             if self._changed.wait_for(lambda: task.last is not None, min(BEHIND_S, timeout_s)):
                 return True
-            # The very first step waits for a process to start: that says nothing of how long planning takes.
-            if self._num_taken > 0 and self._queue and len(self._threads) < self._ahead.workers:
+            # While a process starts, waiting says nothing of how long planning takes.
+            is_starting = self._num_ready < len(self._threads)
+            if self._queue and not is_starting and len(self._threads) < self._ahead.workers:
                 self._add_worker()
             return self._changed.wait_for(lambda: task.last is not None, max(0.0, timeout_s - BEHIND_S))
 
@@ -188,17 +200,12 @@ class PlanService:
         thread = threading.Thread(target=self._work, args=(number,), name=f"planner-{number}", daemon=True)
         self._threads.append(thread)
         if number:
-            self._note(f"a step waited for its plan: {number + 1} planner processes from now on")
+            self._notes.append(f"a step waited for its plan: {number + 1} planner processes from now on")
         thread.start()
-
-    def _note(self, text: str) -> None:
-        with self._changed:
-            self._notes.append(text)
 
     def _work(self, number: int) -> None:
         """Plans one step after another, until the service is closed. The body of a thread."""
-        failures = 0
-        self._start_process(number)
+        failures = self._start_process(number, 0)
         while (task := self._next_task()) is not None:
             failures = self._plan(number, task, failures)
         with self._changed:
@@ -211,14 +218,30 @@ class PlanService:
             self._changed.wait_for(lambda: self._is_closed or bool(self._queue))
             return None if self._is_closed else self._queue.popleft()
 
-    def _start_process(self, number: int) -> None:
-        """Starts the process of a thread, in place of the one before."""
+    def _start_process(self, number: int, failures: int) -> int:
+        """Starts the process of a thread, in place of the one before, until one is ready or too many have ended.
+
+        Returns how many have ended in a row.
+        """
+        while not self._is_closed and failures < MAX_FAILURES:
+            process = PlannerProcess(self._setup)
+            with self._changed:
+                before = self._processes.pop(number, None)
+                self._processes[number] = process
+                if self._is_closed:
+                    process.kill()
+            if before is not None:
+                before.close()
+            try:
+                process.wait_until_ready()
+                break
+            except ProcessEnded as ended:
+                failures += 1
+                self._note_end(f"while it started ({ended})", failures)
         with self._changed:
-            before = self._processes.pop(number, None)
-            if not self._is_closed:
-                self._processes[number] = PlannerProcess(self._setup)
-        if before is not None:
-            before.close()
+            self._num_ready += 1
+            self._changed.notify_all()
+        return failures
 
     def _plan(self, number: int, task: _Task, failures: int) -> int:
         """Has a step planned; returns how many processes have ended in a row without a plan."""
@@ -231,7 +254,10 @@ class PlanService:
                 return 0
             except ProcessEnded as ended:
                 how, failures = str(ended), failures + 1
-                self._replace(number, task, how, failures)
+            self._note_end(f"while it planned step {task.step} ({how})", failures)
+            with self._changed:
+                self._num_ready -= 1
+            failures = self._start_process(number, failures)
         if not self._is_closed and task.last is None:
             first = task.first or self._plan_here(task)
             self._answer(task, first if first.error is not None else _settled(first, f"planner process: {how}"))
@@ -254,13 +280,13 @@ class PlanService:
                 task.last = answer
             self._changed.notify_all()
 
-    def _replace(self, number: int, task: _Task, how: str, failures: int) -> None:
-        if self._is_closed:
-            return
-        what = "replaced" if failures < MAX_FAILURES else "not replaced, steps are planned by the heuristic from now on"
-        self._note(f"a planner process has ended while it planned step {task.step} ({how}); {what}")
-        if failures < MAX_FAILURES:
-            self._start_process(number)
+    def _note_end(self, when: str, failures: int) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._num_ended += 1
+            what = "replaced" if failures < MAX_FAILURES else "not replaced: the heuristic plans from now on"
+            self._notes.append(f"a planner process has ended {when}; {what}")
 
     def _plan_here(self, task: _Task) -> Answer:
         """Returns the first plan; what comes after it is not asked for."""

@@ -14,6 +14,9 @@ _MARGIN, _CHART_WIDTH, _TEXT_SIZE, _NUMBER_SIZE = 20.0, 980.0, 11.0, 10.0
 _TALL, _LOW, _MANY = 30.0, 14.0, 40
 """Height of a row, of one among many, and how many are many."""
 
+_APART = 3.0
+"""Pixels between lines that end sequences, at least."""
+
 _STYLES = {
     "text": f"font-family:{MONOSPACE};font-size:{_TEXT_SIZE}px;fill:#1f2933",
     ".title": "font-size:17px;font-weight:bold",
@@ -24,6 +27,7 @@ _STYLES = {
     ".even": "fill:#cfe2fb;stroke:#3b74c0;stroke-width:0.8",
     ".odd": "fill:#a9ccf5;stroke:#3b74c0;stroke-width:0.8",
     ".deciding": "fill:#f9d8a8;stroke:#a8660a;stroke-width:1.6",
+    ".part": "stroke:#ffffff;stroke-width:1",
     ".waits": "fill:url(#hatch);stroke:#cbd2d9;stroke-width:0.8",
     ".grid": "stroke:#e4e7eb;stroke-width:1",
     ".end": "stroke:#b3261e;stroke-width:1.4;stroke-dasharray:4 3",
@@ -37,11 +41,15 @@ _HATCH = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One micro-batch: its time in one stage, what stands on it where it fits, and what the pointer shows."""
+    """One micro-batch: its time in one stage, what stands on it where it fits, and what the pointer shows.
+
+    `parts_ms`: what its sequences take of it, in turn; the rest is what every micro-batch takes.
+    """
 
     ms: float
     text: str
     tooltip: str
+    parts_ms: tuple[float, ...] = ()
     is_deciding: bool = False
 
 
@@ -59,8 +67,9 @@ def plan_svg(bars: Sequence[Bar], title: str, *, step_ms: float, bound_ms: float
     """Returns the picture of a plan as an SVG document.
 
     A replica's bar is as long as its schedule takes: one box for each micro-batch, as wide as it takes in one stage,
-    and hatched what a stage waits for the others. The micro-batch of the sequence that decides is orange. A dashed red
-    line marks the end of the step, bridges included, a dotted green one the lower bound of the pool.
+    with white lines between its sequences, and hatched what a stage waits for the others. The micro-batch of the
+    sequence that decides is orange. A dashed red line marks the end of the step, bridges included, a dotted green one
+    the lower bound of the pool.
     """
     end_ms = max([step_ms, bound_ms, *(bar.total_ms for bar in bars)])
     scale = _CHART_WIDTH / end_ms if end_ms > 0 else 0.0
@@ -95,10 +104,21 @@ def _draw_bar(canvas: Canvas, bar: Bar, left: float, top: float, row: float, sca
         width = block.ms * scale
         classes = "deciding" if block.is_deciding else ("even", "odd")[index % 2]
         canvas.rect(x, top, width, height, classes, 0, block.tooltip)
+        _draw_parts(canvas, block, x, top, height, scale)
         if text_width(block.text, _NUMBER_SIZE) + 4 <= width:
             canvas.text(x + width / 2, baseline, block.text, f"number{small}")
         x += width
     canvas.text(left + _CHART_WIDTH + 12, baseline, elide(bar.note, 60), f"note{small}")
+
+
+def _draw_parts(canvas: Canvas, block: Block, x: float, top: float, height: float, scale: float) -> None:
+    """Draws the ends of sequences that can be told apart."""
+    drawn = x
+    for part_ms in block.parts_ms:
+        x += part_ms * scale
+        if x - drawn >= _APART:
+            canvas.line((x, top + 2), (x, top + height - 2), "part")
+            drawn = x
 
 
 def _draw_axis(canvas: Canvas, left: float, y: float, end_ms: float, scale: float) -> float:
@@ -125,7 +145,7 @@ def _tick_ms(end_ms: float) -> float:
 def _draw_legend(canvas: Canvas, y: float) -> None:
     x = _MARGIN
     entries = (
-        ("even", "micro-batch, with its tokens"),
+        ("even", "micro-batch: its tokens, lines between sequences"),
         ("deciding", "holds the sequence that decides"),
         ("waits", "waits for other stages"),
     )

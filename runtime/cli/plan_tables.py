@@ -210,10 +210,11 @@ def _print_one_more(found: OneMore) -> None:
 
 def _deciding_text(deciding: Deciding, answered: Answered) -> str:
     slowest = answered.explanation.slowest
+    share = deciding.own_ms / slowest.predicted_ms if slowest.predicted_ms > 0 else 0.0
     text = (
-        f"replica {deciding.replica} ({slowest.scheme}) decides, with sequence {deciding.sequence} of "
-        f"{deciding.length:,} tokens: alone in its micro-batch it would take {ms_text(deciding.own_ms)} of the "
-        f"replica's {ms_text(slowest.predicted_ms)} ms"
+        f"replica {deciding.replica} ({slowest.scheme}) decides, in it most of all sequence {deciding.sequence} of "
+        f"{deciding.length:,} tokens: alone in its micro-batch it would take {ms_text(deciding.own_ms)} ms, "
+        f"{share:.0%} of the replica's time"
     )
     if deciding.without_ms is None:
         return f"{text}; it is the only one"
@@ -247,6 +248,7 @@ def _bar(row: ReplicaRow, most: int | None) -> Bar:
             f"{own.tokens:,}",
             f"micro-batch {number}: {own.tokens:,} tokens, {own.ms:.4g} ms in a stage; lengths "
             f"{lengths_text(own.lengths)}",
+            tuple(sorted(own.sequence_ms, reverse=True)),
             is_deciding=most in own.sequences,
         )
         for number, own in enumerate(row.micro_batches)
