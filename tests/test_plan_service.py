@@ -58,7 +58,7 @@ def untimed(plan: StepPlan) -> StepPlan:
 
 
 def batches_of(steps: Sequence[int]) -> dict[int, list[int]]:
-    return {step: batch(step, 8_192, 1_500) for step in steps}
+    return {step: batch(step, 3_000, 1_000) for step in steps}
 
 
 def run(service: PlanService, steps: Sequence[int], depth: int) -> dict[int, PlannedStep]:
