@@ -7,7 +7,7 @@ Cost of a micro-batch M, per stage slot, forward and backward together (Hydrauli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hgraph.errors import InvalidInput
 
@@ -40,14 +40,20 @@ class SchemeCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs by scheme text (`str(Scheme)`), and the bridge time of each strategy in ms (0 where unknown)."""
+    """Costs by scheme text (`str(Scheme)`), and the bridge time of each strategy in ms (0 where unknown).
+
+    `absent` says of schemes that were profiled, but that no micro-batch can run, why that is so.
+    """
 
     schemes: Mapping[str, SchemeCost]
     bridge_ms: Mapping[str, float]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def cost(self, scheme: object) -> SchemeCost:
-        """Returns the cost of a scheme; an error names the schemes there are."""
+        """Returns the cost of a scheme; an error names the schemes there are, or says why this one is not there."""
         try:
             return self.schemes[str(scheme)]
         except KeyError:
-            raise InvalidInput(f"profile: no cost for scheme {scheme}; it has {sorted(self.schemes)}") from None
+            why = self.absent.get(str(scheme))
+            text = f"scheme {scheme} cannot be used: {why}" if why is not None else f"no cost for scheme {scheme}"
+            raise InvalidInput(f"profile: {text}; it has {sorted(self.schemes)}") from None

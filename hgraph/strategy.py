@@ -17,14 +17,17 @@ from typing import Literal, TypeAlias
 from hgraph.errors import InvalidInput, NotSupported
 from hgraph.placements import balanced_sizes
 
-__all__ = ["Override", "Pool", "Replica", "ScheduleName", "Scheme", "Stage", "Strategy"]
+__all__ = ["Override", "Pool", "Replica", "ScheduleName", "Scheme", "Stage", "Strategy", "check_compilable"]
 
 ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage of a replica: its tensor-parallel degree and, where fixed, its number of layers."""
+    """One pipeline stage of a replica: its tensor- and context-parallel degrees and, where fixed, its layers.
+
+    Plans, profiles and simulations speak of any `cp`; compiling refuses all but 1 (`check_compilable`).
+    """
 
     tp: int = 1
     layers: int | None = None
@@ -35,12 +38,14 @@ class Stage:
             raise InvalidInput(f"stage: expected tp and cp of 1 or more, got tp={self.tp}, cp={self.cp}")
         if self.layers is not None and self.layers < 0:
             raise InvalidInput(f"stage: expected a layer count of 0 or more, got {self.layers}")
-        if self.cp != 1:
-            raise NotSupported(f"context parallelism: cp={self.cp} is not there yet; use cp: 1")
 
     @property
     def num_ranks(self) -> int:
         return self.tp * self.cp
+
+    def __str__(self) -> str:
+        """Short text of the degrees: `tp2`, `tp4.cp2`."""
+        return f"tp{self.tp}" + (f".cp{self.cp}" if self.cp > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,14 @@ class Scheme:
             raise InvalidInput(f"scheme: expected schedule '1f1b' or 'gpipe', got {self.schedule!r}")
 
     @staticmethod
-    def uniform(tp: int = 1, pp: int = 1, layers: Sequence[int] | None = None, **options: object) -> Scheme:
-        """Returns the scheme of `pp` stages with the same `tp`; `layers` gives the layers of each stage."""
+    def uniform(
+        tp: int = 1, pp: int = 1, layers: Sequence[int] | None = None, *, cp: int = 1, **options: object
+    ) -> Scheme:
+        """Returns the scheme of `pp` stages with the same `tp` and `cp`; `layers` gives the layers of each stage."""
         counts = [None] * pp if layers is None else list(layers)
         if len(counts) != pp:
             raise InvalidInput(f"scheme: expected {pp} layer counts for pp={pp}, got {len(counts)}")
-        return Scheme(tuple(Stage(tp, count) for count in counts), **options)  # type: ignore[arg-type]
+        return Scheme(tuple(Stage(tp, count, cp) for count in counts), **options)  # type: ignore[arg-type]
 
     @property
     def pp(self) -> int:
@@ -104,12 +111,15 @@ class Scheme:
         return tuple(count for count in counts if count is not None)
 
     def __str__(self) -> str:
-        """Short text, the key of profiles and caches: `tp2`, `tp2.pp2`, `tp1.pp2(3,1)`, `tp3+tp1(2,1)`."""
-        degrees = [stage.tp for stage in self.stages]
+        """Short text, the key of profiles and caches: `tp2`, `tp4.cp2.pp2`, `tp1.pp2(3,1)`, `tp3+tp1(2,1)`.
+
+        `hgraph.scheme_text.parse_scheme` reads it.
+        """
+        degrees = [str(stage) for stage in self.stages]
         if len(set(degrees)) == 1:
-            text = f"tp{degrees[0]}" + (f".pp{self.pp}" if self.pp > 1 else "")
+            text = degrees[0] + (f".pp{self.pp}" if self.pp > 1 else "")
         else:
-            text = "+".join(f"tp{degree}" for degree in degrees)
+            text = "+".join(degrees)
         if self.stages[0].layers is not None and self.pp > 1:
             text += f"({','.join(str(stage.layers) for stage in self.stages)})"
         if self.schedule != "1f1b":
@@ -205,3 +215,10 @@ class Pool:
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes, in order of first use."""
         return tuple(dict.fromkeys(replica.scheme for s in self.strategies for replica in s.replicas))
+
+
+def check_compilable(scheme: Scheme) -> None:
+    """Raises `NotSupported` for a scheme that plans may speak of but that nothing can run yet: cp above 1."""
+    for stage in scheme.stages:
+        if stage.cp != 1:
+            raise NotSupported(f"context parallelism: cp={stage.cp} is not there yet; use cp: 1")

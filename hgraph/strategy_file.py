@@ -25,43 +25,68 @@ from hgraph.yaml_report import read_document, read_text
 __all__ = ["check_pool_file", "check_pool_text", "load_pool", "parse_pool", "write_pool"]
 
 
-def load_pool(path: str | os.PathLike[str], *, model: ModelFacts | None = None, refuse_idle: bool = False) -> Pool:
+def load_pool(
+    path: str | os.PathLike[str],
+    *,
+    model: ModelFacts | None = None,
+    refuse_idle: bool = False,
+    trainable: bool = False,
+) -> Pool:
     """Returns the pool that the file at `path` describes.
 
     With `model`, what depends on it is checked too: heads, layers, names and shapes. With `refuse_idle`, a strategy
-    that leaves ranks idle is a fault. Raises `FileErrors` with every fault of the file, `InvalidInput` where there is
-    no file to read.
+    that leaves ranks idle is a fault. With `trainable`, so is what can be planned but not compiled yet: cp above 1.
+
+    Raises `FileErrors` with every fault of the file, `InvalidInput` where there is no file to read.
     """
-    return parse_pool(read_text(os.fspath(path)), os.fspath(path), model=model, refuse_idle=refuse_idle)
+    text, name = read_text(os.fspath(path)), os.fspath(path)
+    return parse_pool(text, name, model=model, refuse_idle=refuse_idle, trainable=trainable)
 
 
-def parse_pool(text: str, name: str = "<text>", *, model: ModelFacts | None = None, refuse_idle: bool = False) -> Pool:
+def parse_pool(
+    text: str,
+    name: str = "<text>",
+    *,
+    model: ModelFacts | None = None,
+    refuse_idle: bool = False,
+    trainable: bool = False,
+) -> Pool:
     """Returns the pool that `text` describes; as `load_pool`, with `name` in place of the path."""
-    report = check_pool_text(text, name, model=model, refuse_idle=refuse_idle)
+    report = check_pool_text(text, name, model=model, refuse_idle=refuse_idle, trainable=trainable)
     if report.pool is None:
         raise FileErrors(name, report.problems)
     return report.pool
 
 
 def check_pool_file(
-    path: str | os.PathLike[str], *, model: ModelFacts | None = None, refuse_idle: bool = False
+    path: str | os.PathLike[str],
+    *,
+    model: ModelFacts | None = None,
+    refuse_idle: bool = False,
+    trainable: bool = False,
 ) -> PoolReport:
     """Returns everything there is to say about the file at `path`: faults, notes, and the pool if there are no faults.
 
     Raises `InvalidInput` only where there is no file to read.
     """
-    return check_pool_text(read_text(os.fspath(path)), os.fspath(path), model=model, refuse_idle=refuse_idle)
+    text, name = read_text(os.fspath(path)), os.fspath(path)
+    return check_pool_text(text, name, model=model, refuse_idle=refuse_idle, trainable=trainable)
 
 
 def check_pool_text(
-    text: str, name: str = "<text>", *, model: ModelFacts | None = None, refuse_idle: bool = False
+    text: str,
+    name: str = "<text>",
+    *,
+    model: ModelFacts | None = None,
+    refuse_idle: bool = False,
+    trainable: bool = False,
 ) -> PoolReport:
     """Returns everything there is to say about `text`; as `check_pool_file`."""
     try:
         document = read_document(text, name)
     except FileErrors as error:
         return PoolReport(name, None, error.problems)
-    return read_pool(document, model, refuse_idle)
+    return read_pool(document, model, refuse_idle, trainable)
 
 
 def write_pool(pool: Pool) -> str:

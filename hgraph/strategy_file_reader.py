@@ -98,21 +98,25 @@ class _Copies:
     key: Key
 
 
-def read_pool(document: Document, model: ModelFacts | None, refuse_idle: bool) -> PoolReport:
-    """Returns the pool that `document` describes, with everything found on the way."""
-    reader = _PoolReader(document, model, refuse_idle)
+def read_pool(document: Document, model: ModelFacts | None, refuse_idle: bool, trainable: bool = False) -> PoolReport:
+    """Returns the pool that `document` describes, with everything found on the way.
+
+    With `trainable`, schemes that can be planned but not compiled are faults.
+    """
+    reader = _PoolReader(document, model, refuse_idle, trainable)
     pool = reader.pool()
     problems = sorted(reader.report.problems, key=lambda problem: (problem.line, problem.key))
     return PoolReport(document.path, None if problems else pool, tuple(problems), tuple(reader.notes.problems))
 
 
 class _PoolReader:
-    def __init__(self, document: Document, model: ModelFacts | None, refuse_idle: bool) -> None:
+    def __init__(self, document: Document, model: ModelFacts | None, refuse_idle: bool, trainable: bool) -> None:
         self.data = document.data
         self.report = Report(document)
         self.notes = Report(document)
         self.model = model
         self.refuse_idle = refuse_idle
+        self.trainable = trainable
         self.overrides = OverrideReader(self.report, model)
         self.num_ranks: int | None = None
         self.owner: dict[int, Key] = {}  # of the strategy at hand: where the file names a rank
@@ -222,7 +226,7 @@ class _PoolReader:
         fine = [self.check_cp(stage.cp, (*key, "stages", index)) for index, stage in enumerate(stages)]
         if not all(fine) or len(stages) < len(found):
             return None
-        return tuple(Stage(stage.tp, stage.layers) for stage in stages)
+        return tuple(Stage(stage.tp, stage.layers, stage.cp) for stage in stages)
 
     def equal_stages(self, entry: _ReplicaEntry, key: Key) -> tuple[Stage, ...] | None:
         self.check_tp(entry.tp or 1, key)
@@ -233,12 +237,13 @@ class _PoolReader:
             return None
         if not self.check_cp(entry.cp or 1, key):
             return None
-        return tuple(Stage(entry.tp or 1, count) for count in entry.layers or [None] * pp)
+        return tuple(Stage(entry.tp or 1, count, entry.cp or 1) for count in entry.layers or [None] * pp)
 
     def check_cp(self, cp: int, key: Key) -> bool:
-        if cp > 1:
-            self.report.add((*key, "cp"), f"context parallelism is not there yet, got cp={cp}; use cp: 1")
-        return cp == 1
+        if cp == 1 or not self.trainable:
+            return True
+        self.report.add((*key, "cp"), f"context parallelism is not there yet, got cp={cp}; use cp: 1")
+        return False
 
     def check_tp(self, tp: int, key: Key) -> None:
         if self.model is None or tp <= self.model.num_query_heads:

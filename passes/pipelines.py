@@ -11,7 +11,7 @@ from hgraph.annotation import Annotation
 from hgraph.capture import Captured
 from hgraph.graph import annotated_text
 from hgraph.reshard_plan import Collective
-from hgraph.strategy import Scheme
+from hgraph.strategy import Scheme, check_compilable
 from passes.annotate import annotate
 from passes.deduce import deduce
 from passes.insert_comm import insert_comm
@@ -101,7 +101,11 @@ def compile_scheme(
     *,
     dump: Dump | None = None,
 ) -> CompiledScheme:
-    """Returns the programs of every stage and rank of a scheme. `captured` comes from `normalized`."""
+    """Returns the programs of every stage and rank of a scheme. `captured` comes from `normalized`.
+
+    Raises `NotSupported` for a scheme that only plans can speak of (`check_compilable`).
+    """
+    check_compilable(scheme)
     graph, _ = copy_graph(captured.graph)
     if any(stage.num_ranks > 1 for stage in scheme.stages):
         split_vocabulary(graph)

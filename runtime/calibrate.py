@@ -25,10 +25,10 @@ from hgraph.data.packed import Packed, pack
 from hgraph.errors import InvalidInput
 from hgraph.graph import annotated_text
 from hgraph.profile import Profile, SchemeCost
+from hgraph.profile_file import ProfileFile, read_profile_file, write_profile_file
 from hgraph.strategy import Scheme, Strategy
 from hgraph.strategy_file import write_pool
 from runtime.memory import MIB, scheme_memory, token_limit
-from runtime.profile_file import read_profile, write_profile
 from runtime.rank_step import RankState, collect_gradients, exchange_parameters, run_micro_batches
 from runtime.requests import AllReduce, RankGenerator
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryLimits", "calibrate", "max_tokens_of"]
 
-_VERSION = 1
+_VERSION = 2
 """Raised by whoever changes what calibration runs, times or fits: profiles that were kept before do not count then."""
 _SEED = 0
 _MOST_MICRO_BATCHES = 8
@@ -76,8 +76,8 @@ def calibrate(
     results are kept there by what they depend on.
     """
     tokens = {str(scheme): max_tokens_of(program, scheme, limits) for scheme in program.pool.schemes}
-    path = None if cache is None else Path(cache) / f"profile-{_key(program, tokens, lengths, repeats)}.json"
-    known = program.cluster.broadcast(read_profile(path) if path is not None and path.exists() else None)
+    path = None if cache is None else Path(cache) / f"profile-{_key(program, tokens, lengths, repeats)}.yaml"
+    known = program.cluster.broadcast(_kept(path, program.pool.num_ranks))
     if known is not None:
         return known
     costs, bridges = {}, {}
@@ -90,8 +90,12 @@ def calibrate(
             costs[name] = cost
     profile = program.cluster.broadcast(Profile(costs, bridges))
     if path is not None and 0 in program.cluster.local_ranks:
-        write_profile(path, profile)
+        write_profile_file(path, ProfileFile.of(profile))
     return profile
+
+
+def _kept(path: Path | None, num_ranks: int) -> Profile | None:
+    return None if path is None or not path.exists() else read_profile_file(path).profile(num_ranks)
 
 
 def max_tokens_of(program: Program, scheme: Scheme, limits: MemoryLimits) -> int:

@@ -24,7 +24,7 @@ from hgraph.errors import RankFailed
 from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.shard_map import relative
-from hgraph.strategy import Pool
+from hgraph.strategy import Pool, check_compilable
 from hgraph.strategy_file import load_pool
 from hgraph.topology import Topology
 from passes.pipelines import CompiledScheme, compile_scheme, normalized
@@ -89,8 +89,11 @@ def compile(
 
     Everything is compiled here; no step compiles anything.
     """
+    # What is wrong with the pool alone is told before the model is traced.
+    for scheme in (pool if isinstance(pool, Pool) else load_pool(pool, trainable=True)).schemes:
+        check_compilable(scheme)
     captured = normalized(capture(model, loss, fields=fields), exact=exact)
-    pool = pool if isinstance(pool, Pool) else load_pool(pool, model=model_facts(captured))
+    pool = pool if isinstance(pool, Pool) else load_pool(pool, model=model_facts(captured), trainable=True)
     cluster = cluster or choose_cluster(pool.num_ranks, timeout_s, channel)
     compiled = {
         str(scheme): compile_scheme(

@@ -69,7 +69,7 @@ def test_what_was_measured_counts_until_calibration_changes(monkeypatch: pytest.
         assert kept(program) == program.profile, "read, not measured"
     monkeypatch.setattr(calibration, "_VERSION", calibration._VERSION + 1)
     kept(program)
-    assert len(list(tmp_path.glob("profile-*.json"))) == 2, "measured anew"
+    assert len(list(tmp_path.glob("profile-*.yaml"))) == 2, "measured anew"
 
 
 def test_fields_are_made_up() -> None:

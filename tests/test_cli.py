@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -13,12 +12,12 @@ from pathlib import Path
 import click
 import pytest
 
-from hgraph.errors import FileErrors, HydraulisError
+from hgraph.errors import HydraulisError
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile, SchemeCost
+from hgraph.profile_file import ProfileFile, read_profile_file, write_profile_file
 from runtime.cli import COMMANDS, main
 from runtime.cli.options import load_run_config, make_model
-from runtime.profile_file import read_profile, write_profile
 from tests.command_line import POOL, ROOT, TINY, hgraph, message
 
 PROFILE = Profile(
@@ -36,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a folder that holds a pool and costs, nothing else; the test runs in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pool.yaml").write_text(POOL)
-    write_profile("costs.json", PROFILE)
+    write_profile_file("costs.yaml", ProfileFile.of(PROFILE))
     return tmp_path
 
 
@@ -46,7 +45,7 @@ class TestGroup:
         [
             ["--help"],
             ["check", "pool.yaml"],
-            ["plan", "--pool", "pool.yaml", "--profile", "costs.json", "--lengths", "90,20"],
+            ["plan", "--pool", "pool.yaml", "--profile", "costs.yaml", "--lengths", "90,20"],
             ["train", "--help"],
             ["verify", "--help"],
             ["plan", "--help"],
@@ -84,8 +83,8 @@ class TestGroup:
 
     def test_errors_of_the_file_system_are_one_message_too(self, folder: Path) -> None:
         (folder / "taken").write_text("")
-        options = ["--pool", "pool.yaml", "--profile", "costs.json", "--lengths", "3"]
-        text = message("plan", *options, "--save-profile", "taken/costs.json")
+        options = ["--pool", "pool.yaml", "--profile", "costs.yaml", "--lengths", "3"]
+        text = message("plan", *options, "--save-profile", "taken/costs.yaml")
         assert text == "Error: taken: expected a folder to write to, but taken is a file\n"
 
     def test_control_c_ends_with_130(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,7 @@ class TestExamples:
             "tp1": SchemeCost(1e-5, 0.06, 1.0, 1024),
             "tp1.pp2(3,1)": SchemeCost(1e-5, 0.03, 1.0, 2048),
         }
-        write_profile("costs.json", Profile(schemes, {}))
+        write_profile_file("costs.yaml", ProfileFile.of(Profile(schemes, {})))
 
     @pytest.mark.parametrize("name", ["check", "plan", "dump"])
     def test_examples_of_help_run(self, name: str) -> None:
@@ -137,7 +136,7 @@ class TestExamples:
         (example,) = (example for example in examples_of("plan") if CALIBRATES in example)
         result = hgraph(*example)
         assert result.exit_code == 0, result.output
-        assert set(read_profile("costs.json").schemes) == {"tp4", "tp2.pp2", "tp2", "tp1", "tp1.pp2(3,1)"}
+        assert set(read_profile_file("costs.yaml").schemes) == {"tp4", "tp2.pp2", "tp2", "tp1", "tp1.pp2(3,1)"}
 
 
 class TestCheck:
@@ -212,13 +211,13 @@ class TestCheck:
             assert text in result.stdout
 
 
-PLAN = ("plan", "--pool", "pool.yaml", "--profile", "costs.json")
+PLAN = ("plan", "--pool", "pool.yaml", "--profile", "costs.yaml")
 
 
 class TestPlan:
     def test_tables(self) -> None:
         text = hgraph(*PLAN, "--lengths", "150,3x40").stdout
-        assert "4 sequences, 270 tokens, the longest 150; 3 strategies on 4 ranks; costs from costs.json" in text
+        assert "4 sequences, 270 tokens, the longest 150; 3 strategies on 4 ranks; costs from costs.yaml" in text
         assert re.search(r"> │ mixed +│ +[\d.]+ │ +[\d.]+ │ +[\d.]+% │ taken: smallest predicted time", text)
         assert re.search(
             r"small +│ +- │ +- │ +- │ cannot hold sequence 0 of 150 tokens: its largest limit is 100", text
@@ -286,7 +285,7 @@ class TestPlan:
         assert expected in message(*PLAN, "--lengths-file", "f.json")
 
     def test_costs_that_lack_a_scheme(self) -> None:
-        write_profile("costs.json", Profile({"tp2": PROFILE.schemes["tp2"]}, {}))
+        write_profile_file("costs.yaml", ProfileFile.of(Profile({"tp2": PROFILE.schemes["tp2"]}, {})))
         assert message(*PLAN, "--lengths", "9") == "Error: profile: no cost for scheme tp2.pp2; it has ['tp2']\n"
 
     def test_nothing_given(self) -> None:
@@ -300,52 +299,13 @@ class TestPlan:
         Path("two.yaml").write_text("version: 1\nranks: 2\nstrategies: [{name: one, replicas: [{tp: 2}]}]\n")
         short = "calibration.lengths=[2, 4, 8]"
         arguments = ["plan", "--pool", "two.yaml", "--lengths", "9,5", *TINY, short, "memory.max_tokens={tp2: 12}"]
-        first = hgraph(*arguments, "--save-profile", "saved.json")
+        first = hgraph(*arguments, "--save-profile", "saved.yaml")
         assert first.exit_code == 0, first.output
         assert "costs measured just now on simulated ranks, kept in .cache/hydraulis" in first.stdout
         assert list((folder / ".cache" / "hydraulis").iterdir())
         second = hgraph(*arguments)
         assert "costs measured before, from .cache/hydraulis" in second.stdout
-        assert read_profile("saved.json").schemes["tp2"].max_tokens == 12
-
-
-class TestProfileFile:
-    def test_what_was_written_is_read(self) -> None:
-        assert read_profile("costs.json") == PROFILE
-        assert os.listdir() == ["pool.yaml", "costs.json"] or set(os.listdir()) == {"pool.yaml", "costs.json"}
-
-    def test_every_fault_in_one_report(self) -> None:
-        data = {
-            "version": 2,
-            "schemes": {
-                "tp1": {"a": 1},
-                "tp2": {"a": -1, "b": 0, "c": 0, "max_tokens": 5},
-                "tp4": {"a": "x", "b": 0, "c": 0, "max_tokens": 5},
-            },
-            "bridge_ms": {"s": -1},
-        }
-        Path("p.json").write_text(json.dumps(data))
-        with pytest.raises(FileErrors) as caught:
-            read_profile("p.json")
-        text = str(caught.value)
-        assert text.startswith("p.json: 5 problems")
-        for part in (
-            "version: expected 1, got 2",
-            "schemes.tp1: expected the keys a, b, c, max_tokens, got a",
-            "schemes.tp2: scheme cost: expected finite a, b, c of 0 or more",
-            "schemes.tp4: expected numbers, max_tokens an integer, got a: text 'x'",
-            "bridge_ms.s: expected ms of 0 or more, got -1",
-        ):
-            assert part in text
-
-    @pytest.mark.parametrize(
-        ("text", "expected"),
-        [("", "got an empty file"), ("{", "JSON syntax"), ("[]", "expected a mapping, got a list")],
-    )
-    def test_no_profile_at_all(self, text: str, expected: str) -> None:
-        Path("p.json").write_text(text)
-        with pytest.raises(FileErrors, match=expected):
-            read_profile("p.json")
+        assert read_profile_file("saved.yaml").schemes["tp2"].max_tokens == 12
 
 
 class TestFactory:

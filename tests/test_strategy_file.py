@@ -163,7 +163,8 @@ overrides = st.lists(
 def schemes(draw: st.DrawFn) -> Scheme:
     pp = draw(st.integers(1, 3))
     with_layers = draw(st.booleans())
-    stages = [Stage(draw(st.integers(1, 3)), draw(st.integers(0, 4)) if with_layers else None) for _ in range(pp)]
+    cp = draw(st.sampled_from([1, 1, 2])) if pp == 1 else 1
+    stages = [Stage(draw(st.integers(1, 3)), draw(st.integers(0, 4)) if with_layers else None, cp) for _ in range(pp)]
     chosen = draw(overrides) if stages[0].tp > 1 else []
     return Scheme(tuple(stages), draw(st.sampled_from(["1f1b", "gpipe"])), tuple(chosen))
 
@@ -205,8 +206,6 @@ REPLICA_FAULTS = [
     ("{layers: 3}", ".layers: expected a list, got 3"),
     ("{pp: 2, layers: [3, -1]}", ".layers[1]: expected a value of 0 or more, got -1"),
     ("{pp: 2, layers: [1, 2, 1]}", ".layers: expected 2 layer counts, one per stage of pp=2, got 3: [1, 2, 1]"),
-    ("{cp: 2}", ".cp: context parallelism is not there yet, got cp=2; use cp: 1"),
-    ("{stages: [{cp: 2}]}", ".stages[0].cp: context parallelism is not there yet, got cp=2; use cp: 1"),
     ("{schedule: 1f1}", ".schedule: expected '1f1b' or 'gpipe', got text '1f1'; did you mean '1f1b'?"),
     (
         "{tpp: 2}",
@@ -394,6 +393,27 @@ FILE_FAULTS = [
 @pytest.mark.parametrize(("text", "messages"), FILE_FAULTS)
 def test_a_fault_of_a_file(text: str, messages: list[str]) -> None:
     assert complaints(text, model=MODEL) == messages
+
+
+CONTEXT_PARALLEL = [
+    ("{cp: 2}", ".cp: context parallelism is not there yet, got cp=2; use cp: 1", "tp1.cp2"),
+    (
+        "{stages: [{cp: 2}, {}]}",
+        ".stages[0].cp: context parallelism is not there yet, got cp=2; use cp: 1",
+        "tp1.cp2+tp1",
+    ),
+    ("{tp: 2, cp: 2, pp: 2}", ".cp: context parallelism is not there yet, got cp=2; use cp: 1", "tp2.cp2.pp2"),
+]
+
+
+@pytest.mark.parametrize(("replica", "message", "scheme"), CONTEXT_PARALLEL)
+def test_cp_can_be_planned_but_not_trained(replica: str, message: str, scheme: str) -> None:
+    text = one_replica(replica, ranks=8)
+    (fault,) = (fault for fault in complaints(text, trainable=True) if "idle" not in fault)
+    assert fault == AT + message
+    pool = parse_pool(text)
+    assert [str(own) for own in pool.schemes] == [scheme]
+    assert parse_pool(write_pool(pool)) == pool
 
 
 def test_every_fault_is_in_one_report() -> None:

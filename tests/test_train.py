@@ -14,9 +14,9 @@ import pytest
 
 from hgraph.check_plan import check_plan
 from hgraph.plan import StepPlan
+from hgraph.profile_file import read_profile_file
 from hgraph.strategy_file import load_pool
 from runtime.config import load_config
-from runtime.profile_file import read_profile
 
 pytestmark = pytest.mark.gloo
 
@@ -105,8 +105,8 @@ def test_plans_that_were_written_hold_for_the_cached_profile(folder: Path) -> No
     job = start(folder, 3)
     _, err = job.communicate(timeout=240)
     assert job.returncode == 0, err
-    (cached,) = (folder / "cache").glob("profile-*.json")
-    profile, pool = read_profile(cached), load_pool(folder / "pool.yaml")
+    (cached,) = (folder / "cache").glob("profile-*.yaml")
+    profile, pool = read_profile_file(cached).profile(4), load_pool(folder / "pool.yaml")
     lengths = [len(json.loads(line)["tokens"]) for line in (folder / "data.jsonl").read_text().splitlines()]
     plans = [StepPlan.from_json(line) for line in (folder / "runs/tiny/plans.jsonl").read_text().splitlines()]
     from hgraph.data import TokenDataset, global_batches

@@ -61,7 +61,7 @@ def command(
     if config_path is None:
         if file is None:
             raise InvalidInput("expected a strategy file: hgraph check FILE, or hgraph check --config RUN.yaml")
-        report = check_pool_file(file, refuse_idle=refuse_idle)
+        report = check_pool_file(file, refuse_idle=refuse_idle, trainable=True)
     else:
         report = _with_model(file, load_run_config(config_path, file, settings), refuse_idle)
     if as_json:
@@ -78,7 +78,8 @@ def _with_model(file: str | None, config: RunConfig, refuse_idle: bool) -> PoolR
 
     model, captured = captured_model(config)
     facts = model_facts(captured)
-    report = check_pool_file(file or shown_path(config.pool), model=facts, refuse_idle=refuse_idle)
+    path = file or shown_path(config.pool)
+    report = check_pool_file(path, model=facts, refuse_idle=refuse_idle, trainable=True)
     notes = list(report.notes)
     if facts is None:
         text = f"{type(model).__name__} has no list of layers with attention; what depends on it was not checked"

@@ -149,7 +149,7 @@ def read_pool(config: RunConfig, facts: ModelFacts | None) -> Pool:
     """Returns the pool of a configuration, checked against the model; raises `FileErrors` with all its faults."""
     from hgraph.strategy_file import load_pool
 
-    return load_pool(shown_path(config.pool), model=facts)
+    return load_pool(shown_path(config.pool), model=facts, trainable=True)
 
 
 def strategies_named(pool: Pool, names: Sequence[str]) -> tuple[Strategy, ...]:

@@ -15,6 +15,7 @@ import click
 from hgraph.errors import InvalidInput
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
+from hgraph.profile_file import ProfileFile, read_profile_file, write_profile_file
 from hgraph.strategy import Pool
 from hgraph.strategy_file import load_pool
 from runtime.cli.options import (
@@ -34,7 +35,6 @@ from runtime.cli.options import (
     working,
 )
 from runtime.cli.tables import ranks_text
-from runtime.profile_file import read_profile, write_profile
 
 if TYPE_CHECKING:
     from runtime.config import RunConfig
@@ -62,8 +62,8 @@ _SHOWN_MICRO_BATCHES = 5
 @pool_option
 @click.option("--lengths", metavar="LIST", help="Lengths in tokens: 100,2000,20x300 (20x300: twenty of 300).")
 @click.option("--lengths-file", metavar="F.json", help='JSON file: [100, 2000, ...] or {"lengths": [...]}.')
-@click.option("--profile", "profile_path", metavar="P.json", help="Costs and token limits from this file.")
-@click.option("--save-profile", metavar="P.json", help="Write the costs that were used to this file.")
+@click.option("--profile", "profile_path", metavar="P.yaml|NAME", help="Costs and token limits (docs/profiles.md).")
+@click.option("--save-profile", metavar="P.yaml", help="Write the costs that were used to this file.")
 @click.option("--strategy", metavar="NAME", help="Plan for this strategy of the pool only.")
 @json_option
 @settings_argument
@@ -87,10 +87,10 @@ def command(
 
     \b
     Examples:
-      hgraph plan --pool examples/first_light/strategies.yaml --lengths 100,2000,20x300 --save-profile costs.json
-      hgraph plan --pool examples/first_light/strategies.yaml --lengths 12x700 --profile costs.json
-      hgraph plan --pool examples/first_light/strategies.yaml --lengths 12x700 --profile costs.json --strategy tp4
-      hgraph plan --pool examples/first_light/strategies.yaml --lengths 3000 --profile costs.json --json
+      hgraph plan --pool examples/first_light/strategies.yaml --lengths 100,2000,20x300 --save-profile costs.yaml
+      hgraph plan --pool examples/first_light/strategies.yaml --lengths 12x700 --profile costs.yaml
+      hgraph plan --pool examples/first_light/strategies.yaml --lengths 12x700 --profile costs.yaml --strategy tp4
+      hgraph plan --pool examples/first_light/strategies.yaml --lengths 3000 --profile costs.yaml --json
     """
     numbers = _lengths(lengths, lengths_file)
     if save_profile is not None:
@@ -100,7 +100,7 @@ def command(
         strategies_named(pool, [strategy])
         options = replace(options, only=strategy)
     if save_profile is not None:
-        write_profile(save_profile, profile)
+        write_profile_file(save_profile, ProfileFile.of(profile))
     with working("planning"):
         from strategies.explain import explain
         from strategies.select import plan_step
@@ -156,19 +156,24 @@ def _inputs(
 
     if profile_path is not None and config_path is None and pool_path is not None and not settings:
         # Nothing here needs a model, so nothing waits for torch.
-        return load_pool(pool_path), read_profile(profile_path), PlannerOptions(), f"from {profile_path}"
+        pool = load_pool(pool_path)
+        return pool, _profile(profile_path, pool), PlannerOptions(), f"from {profile_path}"
     config = load_run_config(config_path, pool_path, settings)
     if profile_path is not None:
         pool = load_pool(shown_path(config.pool))
-        return pool, read_profile(profile_path), config.planner.options(), f"from {profile_path}"
+        return pool, _profile(profile_path, pool), config.planner.options(), f"from {profile_path}"
     pool, profile, origin = _calibrated(config)
     return pool, profile, config.planner.options(), origin
+
+
+def _profile(path: str, pool: Pool) -> Profile:
+    return read_profile_file(path).profile(pool.num_ranks)
 
 
 def _calibrated(config: RunConfig) -> tuple[Pool, Profile, str]:
     """Returns pool and costs, measured on simulated ranks of this process, or read where they were measured before."""
     path = shown_path(config.pool)
-    num_ranks = load_pool(path).num_ranks  # a fault of the file is told before the work begins
+    num_ranks = load_pool(path, trainable=True).num_ranks  # a fault of the file is told before the work begins
     with working("compiling the pool and measuring its costs"), _one_thread():
         from runtime.calibrate import MemoryLimits, calibrate
         from runtime.cluster import SimulatedCluster

@@ -21,7 +21,7 @@ def check_pool(config: RunConfig) -> None:
     from hgraph.errors import InvalidInput
     from hgraph.strategy_file import load_pool
 
-    pool = load_pool(config.pool)
+    pool = load_pool(config.pool, trainable=True)
     names = [strategy.name for strategy in pool.strategies]
     if config.planner.only is not None and config.planner.only not in names:
         raise InvalidInput(
