@@ -20,7 +20,8 @@ from hgraph.annotation import replicated
 from hgraph.bridge_plan import plan_bridge
 from hgraph.bundles import TensorReshard
 from hgraph.errors import InvalidInput
-from hgraph.model_tensors import BridgeKind, ModelSizes, bridge_reshards, switch_reshards
+from hgraph.memory_model import ModelSizes
+from hgraph.model_tensors import BridgeKind, bridge_reshards, num_parameters
 from hgraph.reshard import plan_reshard
 from hgraph.step_times import NUM_BUCKETS
 from hgraph.strategy import Replica, Strategy
@@ -80,6 +81,10 @@ class CommunicationCosts:
     def _lines(self) -> dict[object, tuple[float, float]]:
         return {}
 
+    @cached_property
+    def _num_parameters(self) -> int:
+        return num_parameters(self.model)
+
     @property
     def is_planned(self) -> bool:
         """Whether bridges are planned, not counted by bytes."""
@@ -97,28 +102,21 @@ class CommunicationCosts:
         return self._known[key]
 
     def switch_ms(self, start: Strategy, end: Strategy) -> float:
-        """Returns the time of a switch in the middle of a step: parameters, and the gradients gathered so far.
+        """Returns the time of a switch in the middle of a step.
 
-        The faster of two ways: straight (up to `PLANNED_RANKS`), where one replica of `end` gets the sums; or gradients
-        to the optimizer layout and parameters from it.
+        Gradients gathered so far go to their owners in the optimizer layout, parameters come from theirs. Where both
+        layouts have several replicas, that is less than to bring the sums to one replica of `end`.
         """
-        key = (start.replicas, end.replicas)
-        if key not in self._known:
-            ways_ms = [self.bridge_ms(start, "gradients") + self.bridge_ms(end, "parameters")]
-            if self.is_planned:
-                kinds: tuple[BridgeKind, ...] = ("parameters", "gradients")
-                moved = {kind: switch_reshards(self.model, start, end, kind) for kind in kinds}
-                ways_ms.append(sum(self._planned_ms(moved[kind], kind) for kind in kinds))
-            self._known[key] = min(ways_ms)
-        return self._known[key]
+        return self.bridge_ms(start, "gradients") + self.bridge_ms(end, "parameters")
 
     def transfers_ms(self, replica: Replica, tokens: Iterable[int]) -> tuple[tuple[float, ...], ...]:
         """Returns, per boundary between stages, the time of each micro-batch's message; none where one stage is all."""
         counts = tuple(tokens)
         rows = []
-        for stage in range(replica.scheme.pp - 1):
+        for stage in range(replica.scheme.pp - 1):  # a rank has the tokens of its part of the context alone
             offset_ms, slope_ms = self._line(replica.stage_ranks(stage), replica.stage_ranks(stage + 1))
-            rows.append(tuple(offset_ms + slope_ms * count for count in counts))
+            cp = replica.scheme.stages[stage].cp
+            rows.append(tuple(offset_ms + slope_ms * count / cp for count in counts))
         return tuple(rows)
 
     def _line(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
@@ -135,12 +133,12 @@ class CommunicationCosts:
 
     def _planned_ms(self, reshards: list[TensorReshard], kind: BridgeKind) -> float:
         size = ELEMENT_BYTES[kind]
-        bucket_elements = -(-self.model.num_parameters // NUM_BUCKETS)
+        bucket_elements = -(-self._num_parameters // NUM_BUCKETS)
         return traffic(plan_bridge(reshards, self.topology, bucket_elements=bucket_elements), size).ms
 
     def _bytes_ms(self, strategy: Strategy, kind: BridgeKind) -> float:
         """Returns the time of the busiest node's ports, or of the busiest rank's local link."""
-        topology, total_bytes = self.topology, self.model.num_parameters * ELEMENT_BYTES[kind]
+        topology, total_bytes = self.topology, self._num_parameters * ELEMENT_BYTES[kind]
         used = np.zeros((len(topology.nodes), self.model.layers, CELLS), dtype=bool)
         largest_share = 0.0
         for replica in strategy.replicas:
@@ -148,16 +146,17 @@ class CommunicationCosts:
             first = 0
             for stage, count in enumerate(split):
                 ranks = replica.stage_ranks(stage)
-                largest_share = max(largest_share, count / self.model.layers / len(ranks))
+                tp = replica.scheme.stages[stage].tp
+                largest_share = max(largest_share, count / self.model.layers / tp)
                 for position, rank in enumerate(ranks):
-                    cells = slice(position * CELLS // len(ranks), (position + 1) * CELLS // len(ranks))
+                    cells = slice(position % tp * CELLS // tp, (position % tp + 1) * CELLS // tp)
                     used[topology.node_of[rank], first : first + count, cells] = True
                 first += count
         others = 1.0 - 1.0 / len(topology.nodes)
         fractions = used.mean(axis=(1, 2))
-        network_ms = max(
-            fraction * others * total_bytes / (len(node.ranks) // node.ranks_per_port) / node.network.bandwidth_gb_s / 1e6
-            for fraction, node in zip(fractions, topology.nodes, strict=True)
-        )
+        network_ms = 0.0
+        for fraction, node in zip(fractions, topology.nodes, strict=True):
+            ports_gb_s = node.network.bandwidth_gb_s * (len(node.ranks) // node.ranks_per_port)
+            network_ms = max(network_ms, fraction * others * total_bytes / ports_gb_s / 1e6)
         slowest_gb_s = min(node.local.bandwidth_gb_s for node in topology.nodes)
         return max(network_ms, largest_share * total_bytes / slowest_gb_s / 1e6)

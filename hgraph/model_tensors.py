@@ -12,52 +12,14 @@ from typing import Literal, TypeAlias
 
 from hgraph.annotation import Annotation, Subgroup, sharded
 from hgraph.bundles import TensorReshard
-from hgraph.errors import InvalidInput
+from hgraph.memory_model import ModelSizes
 from hgraph.placements import Replicate, Shard
 from hgraph.shard_map import duplicate, summed
 from hgraph.strategy import Strategy
 
-__all__ = ["BridgeKind", "ModelSizes", "ParameterTensor", "bridge_reshards", "switch_reshards"]
+__all__ = ["BridgeKind", "ParameterTensor", "bridge_reshards", "num_parameters", "parameter_tensors"]
 
 BridgeKind: TypeAlias = Literal["parameters", "gradients"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes of a Llama-like model, without grouped heads or tied weights."""
-
-    layers: int
-    hidden: int
-    ffn_hidden: int
-    vocab: int
-
-    def __post_init__(self) -> None:
-        if min(self.layers, self.hidden, self.ffn_hidden, self.vocab) < 1:
-            raise InvalidInput(f"model sizes: expected 1 or more each, got {self}")
-
-    def tensors(self) -> tuple[ParameterTensor, ...]:
-        """Returns every parameter in order of first use."""
-        hidden, ffn, last = self.hidden, self.ffn_hidden, self.layers - 1
-        found = [ParameterTensor("embedding", (self.vocab, hidden), 0, 0)]
-        for layer in range(self.layers):
-            own = [
-                ("attention_norm", (hidden,), None),
-                *((name, (hidden, hidden), 0) for name in ("q", "k", "v")),
-                ("o", (hidden, hidden), 1),
-                ("mlp_norm", (hidden,), None),
-                *((name, (ffn, hidden), 0) for name in ("gate", "up")),
-                ("down", (hidden, ffn), 1),
-            ]
-            found += [ParameterTensor(f"layers.{layer}.{name}", shape, dim, layer) for name, shape, dim in own]
-        return (
-            *found,
-            ParameterTensor("norm", (hidden,), None, last),
-            ParameterTensor("head", (self.vocab, hidden), 0, last),
-        )
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(tensor.num_elements for tensor in self.tensors())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +39,42 @@ class ParameterTensor:
         return elements
 
 
+def parameter_tensors(model: ModelSizes) -> tuple[ParameterTensor, ...]:
+    """Returns every parameter of a model without tied weights, in order of first use."""
+    hidden, ffn, last = model.hidden, model.ffn_hidden, model.layers - 1
+    kv_rows = hidden * (model.kv_heads or model.heads) // model.heads
+    found = [ParameterTensor("embedding", (model.vocab, hidden), 0, 0)]
+    for layer in range(model.layers):
+        own: list[tuple[str, tuple[int, ...], int | None]] = [
+            ("attention_norm", (hidden,), None),
+            ("q", (hidden, hidden), 0),
+            ("k", (kv_rows, hidden), 0),
+            ("v", (kv_rows, hidden), 0),
+            ("o", (hidden, hidden), 1),
+            ("mlp_norm", (hidden,), None),
+            *((name, (ffn, hidden), 0) for name in (("gate", "up") if model.gated else ("up",))),
+            ("down", (hidden, ffn), 1),
+        ]
+        found += [ParameterTensor(f"layers.{layer}.{name}", shape, dim, layer) for name, shape, dim in own]
+    return (
+        *found,
+        ParameterTensor("norm", (hidden,), None, last),
+        ParameterTensor("head", (model.vocab, hidden), 0, last),
+    )
+
+
+def num_parameters(model: ModelSizes) -> int:
+    """Returns how many numbers the parameters have together."""
+    return sum(tensor.num_elements for tensor in parameter_tensors(model))
+
+
 def bridge_reshards(model: ModelSizes, strategy: Strategy, kind: BridgeKind, num_ranks: int) -> list[TensorReshard]:
     """Returns what moves from the optimizer layout to a strategy (parameters), or back (gradients), by first use."""
     computes = _Layouts(strategy, model)
     reshards = []
-    for tensor in model.tensors():
+    for tensor in parameter_tensors(model):
         home, compute = sharded(range(num_ranks), 0), computes.of(tensor, kind)
         source, target = (home, compute) if kind == "parameters" else (compute, home)
-        reshards.append(TensorReshard(tensor.name, source, target, tensor.shape))
-    return reshards if kind == "parameters" else reshards[::-1]
-
-
-def switch_reshards(model: ModelSizes, start: Strategy, end: Strategy, kind: BridgeKind) -> list[TensorReshard]:
-    """Returns what moves from one strategy to another in the middle of a step.
-
-    Gradients gathered so far are summed over the replicas and go to one replica of `end`, whose others begin at zero.
-    """
-    sources, targets = _Layouts(start, model), _Layouts(end, model)
-    reshards = []
-    for tensor in model.tensors():
-        source, target = sources.of(tensor, kind), targets.of(tensor, kind)
-        if kind == "gradients":
-            target = Annotation((target.subgroups[0],))
         reshards.append(TensorReshard(tensor.name, source, target, tensor.shape))
     return reshards if kind == "parameters" else reshards[::-1]
 
@@ -123,6 +99,11 @@ class _Layouts:
             parts = []
             for replica, stage in zip(self.strategy.replicas, stages, strict=True):
                 ranks = replica.stage_ranks(stage)
-                parts.append(Annotation((Subgroup(ranks, (len(ranks),), (placement,)),)))
+                cp = replica.scheme.stages[stage].cp
+                if cp > 1:  # copies along context parallelism, tensor parallelism running fastest
+                    own = Subgroup(ranks, (cp, len(ranks) // cp), (Replicate(), placement))
+                else:
+                    own = Subgroup(ranks, (len(ranks),), (placement,))
+                parts.append(Annotation((own,)))
             self.known[key] = duplicate(parts) if kind == "parameters" else summed(parts)
         return self.known[key]

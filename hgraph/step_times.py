@@ -78,7 +78,7 @@ def flow_ms(work: ReplicaWork) -> float:
 
 
 def stage_buckets(stage: int, num_stages: int) -> range:
-    """Returns the buckets of a stage, in the order of its layers; each of up to `NUM_BUCKETS` stages has one or more."""
+    """Returns the buckets of a stage, in the order of its layers; each of up to `NUM_BUCKETS` stages has some."""
     return range(-(-stage * NUM_BUCKETS // num_stages), -(-(stage + 1) * NUM_BUCKETS // num_stages))
 
 

@@ -60,9 +60,7 @@ def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], capacit
     return packs
 
 
-def balanced_packs(
-    indices: Sequence[int], lengths: Sequence[int], cost: SchemeCost, num_packs: int
-) -> Packs | None:
+def balanced_packs(indices: Sequence[int], lengths: Sequence[int], cost: SchemeCost, num_packs: int) -> Packs | None:
     """Returns packs within the limit of `cost`: each sequence, longest first, to the one with least work and room.
 
     None where a sequence finds no room.

@@ -33,7 +33,7 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Interval:
-    """Returns mean(numerators) / mean(denominators); entries of one index belong to one batch and are drawn together."""
+    """Returns mean(numerators) / mean(denominators); entries of one index are one batch and are drawn together."""
     if len(numerators) != len(denominators):
         raise InvalidInput(f"ratio: expected as many of both, got {len(numerators)} and {len(denominators)}")
     upper, lower = (np.array(values, dtype=np.float64) for values in (numerators, denominators))

@@ -21,6 +21,7 @@ from strategies.baselines import (
     assign_padded_rows,
 )
 from strategies.intervals import Interval, mean_interval, ratio_interval
+from strategies.ladder_facts import StepFacts, mean_facts, step_facts
 from strategies.systems import (
     Batch,
     InTurn,
@@ -52,7 +53,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class SystemResult:
-    """Times of one system in ms, a batch each: simulated (communication as the clock has it), flow, computation alone."""
+    """Times of one system in ms, a batch each: simulated (communication as the clock has it), flow, computation alone.
+
+    `strategies` are those of each step; `facts` say what the steps' times are made of.
+    """
 
     key: str
     title: str
@@ -62,6 +66,7 @@ class SystemResult:
     flow_ms: tuple[float, ...]
     compute_ms: tuple[float, ...]
     strategies: tuple[str, ...]
+    facts: StepFacts
 
     def mean(self, seed: int = 0) -> Interval:
         """Returns the mean simulated time."""
@@ -97,7 +102,7 @@ def homogeneous_strategies(setting: Setting, num_ranks: int) -> tuple[Strategy, 
         count = num_ranks // scheme.num_ranks
         starts = range(0, num_ranks, scheme.num_ranks)
         replicas = tuple(Replica(scheme, tuple(range(start, start + scheme.num_ranks))) for start in starts)
-        found.append(Strategy(f"{count} x {name}" if count > 1 else name, replicas))
+        found.append(Strategy(f"{count}x{name}" if count > 1 else name, replicas))
     return tuple(found)
 
 
@@ -146,12 +151,15 @@ def run_ladder(
             steps.append(parts)
             if progress is not None:
                 progress(entry.title, number + 1, len(batches))
-        results.append(_result(entry, setting.clock, steps))
+        results.append(_result(entry, setting, steps, batches))
     return LadderResult(tuple(results))
 
 
-def _result(entry: Entry, clock: StepClock, steps: Sequence[tuple[Part, ...]]) -> SystemResult:
-    alone = StepClock()
+def _result(
+    entry: Entry, setting: Setting, steps: Sequence[tuple[Part, ...]], batches: Sequence[Batch]
+) -> SystemResult:
+    clock, alone = setting.clock, StepClock()
+    facts = [step_facts(parts, setting.profile, lengths) for parts, lengths in zip(steps, batches, strict=True)]
     return SystemResult(
         entry.key,
         entry.title,
@@ -161,4 +169,5 @@ def _result(entry: Entry, clock: StepClock, steps: Sequence[tuple[Part, ...]]) -
         tuple(clock.flow_ms(parts) for parts in steps),
         tuple(alone.ms(parts) for parts in steps),
         tuple(", then ".join(part.strategy.name for part in parts) for parts in steps),
+        mean_facts(facts),
     )

@@ -128,9 +128,7 @@ def _pack(
     return best, best_ms
 
 
-def _micro_batches(
-    packs: Sequence[Sequence[int]], lengths: Sequence[int], cost: SchemeCost
-) -> tuple[MicroBatch, ...]:
+def _micro_batches(packs: Sequence[Sequence[int]], lengths: Sequence[int], cost: SchemeCost) -> tuple[MicroBatch, ...]:
     own = [(tuple(pack), [lengths[index] for index in pack]) for pack in packs]
     return tuple(MicroBatch(pack, sum(tokens), cost.micro_batch_ms(tokens)) for pack, tokens in own)
 

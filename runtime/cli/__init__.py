@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "Show what would happen to sequences of given lengths, and why.",
     "check": "Report everything that is wrong with a strategy file.",
     "dump": "Write what a pool compiles to, as text and pictures.",
+    "simulate": "Time training steps on a described cluster, ours beside other systems.",
     "switch": "Show what a change of layout moves, beside the least that it could.",
     "reshard": "Show how one tensor gets from one annotation to another.",
 }
