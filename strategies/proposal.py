@@ -18,21 +18,23 @@ class ProposalOptions:
     `size`: strategies in the pool, exactly where so many help; None: as many as gain, `most` at most. `gain`: the share
     of the mean step time that one more strategy has to save. `kept`: candidates kept of each batch. `finalists`: how
     many candidates the planner judges. `reach`: it plans those whose estimate is at most this above the least (0.05 =
-    5 %).
+    5 %), as long as replicas times sequences of all plans together are below `max_work`; what remains is judged by its
+    estimate.
     """
 
     size: int | None = None
-    most: int = 10
-    gain: float = 0.002
+    most: int = 8
+    gain: float = 0.001
     kept: int = 12
     finalists: int = 24
     reach: float = 0.05
+    max_work: int = 10_000_000
 
     def __post_init__(self) -> None:
         for name, value in (("size", self.size), ("most", self.most), ("kept", self.kept)):
             if value is not None and value < 1:
                 raise InvalidInput(f"propose: expected {name} of 1 or more, got {value}")
-        for name in ("gain", "reach", "finalists"):
+        for name in ("gain", "reach", "finalists", "max_work"):
             if not getattr(self, name) >= 0:
                 raise InvalidInput(f"propose: expected {name} of 0 or more, got {getattr(self, name)}")
 

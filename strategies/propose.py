@@ -39,6 +39,9 @@ Batch: TypeAlias = tuple[int, ...]
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
+AT_FLOOR = 1e-3
+"""An estimate this near to what the longest sequence alone takes is as good as a plan."""
+
 LONGEST_WEIGHT = 1e-3
 """Of the batch with the longest sequence, relative to a sampled one."""
 
@@ -211,19 +214,28 @@ class _ProposalSearch:
 
     def plan(self) -> None:
         """Replaces estimates by planned times wherever a finalist is near the fastest; the static one always is."""
-        static_row = self.finalists.index(self.static)
         columns = self._columns()
+        work = 0
         for number, batch in enumerate(columns):
             self.progress("planning", number, len(columns))
-            limit_ms = self.times_FB[:, number].min() * (1.0 + self.options.reach)
-            near = set(np.flatnonzero(self.times_FB[:, number] <= limit_ms).tolist())
-            if np.isfinite(self.times_FB[static_row, number]):
-                near.add(static_row)
-            for row in sorted(near):
-                strategy = self.placed[self.finalists[row]]
-                self.times_FB[row, number] = planned_ms(strategy, self.profile, batch, self.topology.num_ranks)
+            for row in self._to_plan(number, batch):
+                layout = self.finalists[row]
+                work += sum(layout) * len(batch)
+                if work > self.options.max_work:
+                    return
+                self.times_FB[row, number] = planned_ms(
+                    self.placed[layout], self.profile, batch, self.topology.num_ranks
+                )
                 self.num_planned += 1
         self.progress("planning", len(columns), len(columns))
+
+    def _to_plan(self, number: int, batch: Batch) -> list[int]:
+        """Returns the finalists to plan on a batch: near the fastest, and not known to be unable to do any better."""
+        times_F = self.times_FB[:, number].copy()
+        near_F = times_F <= times_F.min() * (1.0 + self.options.reach)
+        near_F[self.finalists.index(self.static)] = True
+        floors_F = self.table.floors_ms(self.finalists, max(batch))
+        return np.flatnonzero(near_F & np.isfinite(times_F) & (times_F > floors_F * (1.0 + AT_FLOOR))).tolist()
 
     def _choice(self) -> PoolChoice:
         if self.given:

@@ -64,9 +64,9 @@ class _Request:
 @click.option("--out", "out_path", metavar="POOL.yaml", required=True, help="Where the pool is written.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 @click.option("--size", type=int, help="Strategies in the pool. Default: as many as --gain justifies.")
-@click.option("--gain", type=float, default=0.002, show_default=True, help="Share of the time one more has to save.")
-@click.option("--most", type=int, default=10, show_default=True, help="Strategies at most, without --size.")
-@click.option("--batches", "num_batches", type=int, default=64, show_default=True, help="Sampled batches.")
+@click.option("--gain", type=float, default=0.001, show_default=True, help="Share of the time one more has to save.")
+@click.option("--most", type=int, default=8, show_default=True, help="Strategies at most, without --size.")
+@click.option("--batches", "num_batches", type=int, default=128, show_default=True, help="Sampled batches.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled batches.")
 @click.option(
     "--method",
