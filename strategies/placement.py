@@ -21,9 +21,10 @@ def place_layout(schemes: Sequence[Scheme], layout: Layout, topology: Topology) 
     wanted = [scheme for scheme, count in zip(schemes, layout, strict=True) for _ in range(count)]
     wanted.sort(key=lambda scheme: (-_width(scheme), -scheme.num_ranks, str(scheme)))
     free = [sorted(node.ranks) for node in topology.nodes]
+    largest = max(map(len, free))
     replicas = []
     for scheme in wanted:
-        ranks = _take_replica(scheme, free)
+        ranks = _take_replica(scheme, free, largest)
         if ranks is None:
             return None
         replicas.append(Replica(scheme, tuple(ranks)))
@@ -34,7 +35,7 @@ def _width(scheme: Scheme) -> int:
     return max(stage.num_ranks for stage in scheme.stages)
 
 
-def _take_replica(scheme: Scheme, free: list[list[int]]) -> list[int] | None:
+def _take_replica(scheme: Scheme, free: list[list[int]], largest: int) -> list[int] | None:
     node = _tightest(scheme.num_ranks, free)
     if node is not None:
         return _take(scheme.num_ranks, node, free)
@@ -43,7 +44,10 @@ def _take_replica(scheme: Scheme, free: list[list[int]]) -> list[int] | None:
     for stage in scheme.stages:
         if node is None or len(free[node]) < stage.num_ranks:
             node = _tightest(stage.num_ranks, free)
-        taken = _take(stage.num_ranks, node, free) if node is not None else _take_nodes(stage.num_ranks, free)
+        if node is not None:
+            ranks += _take(stage.num_ranks, node, free)
+            continue
+        taken = _take_nodes(stage.num_ranks, free) if stage.num_ranks > largest else None
         if taken is None:
             return None
         ranks += taken
@@ -62,7 +66,7 @@ def _take(count: int, node: int, free: list[list[int]]) -> list[int]:
 
 
 def _take_nodes(count: int, free: list[list[int]]) -> list[int] | None:
-    """Returns the ranks of a stage wider than any node has free: the nodes with most free ranks, in order."""
+    """Returns the ranks of a stage wider than any node: of the nodes with most free ranks, in order."""
     taken: list[int] = []
     for node in sorted(range(len(free)), key=lambda node: (-len(free[node]), node)):
         taken += _take(min(count - len(taken), len(free[node])), node, free)

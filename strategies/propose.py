@@ -28,80 +28,22 @@ from strategies.layout_estimate import estimate_ms
 from strategies.mixes import MixSearch
 from strategies.options import PlannerOptions
 from strategies.placement import place_layout
-from strategies.pool_choice import choose_pool
+from strategies.pool_choice import PoolChoice, choose_pool
+from strategies.proposal import Proposal, ProposalOptions, ProposedStrategy
 from strategies.scheme_table import Floats, Layout, SchemeTable, layout_text
 from strategies.select import plan_step
 
-__all__ = ["Batch", "Progress", "Proposal", "ProposalOptions", "ProposedStrategy", "planned_ms", "propose"]
+__all__ = ["Batch", "Progress", "judge", "planned_ms", "propose"]
 
 Batch: TypeAlias = tuple[int, ...]
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
+AT_FLOOR = 1e-3
+"""An estimate this near to what the longest sequence alone takes is as good as a plan."""
+
 LONGEST_WEIGHT = 1e-3
 """Of the batch with the longest sequence, relative to a sampled one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProposalOptions:
-    """How large a pool, and how hard to look for it.
-
-    `size`: strategies in the pool, exactly where so many help; None: as many as gain, `most` at most. `gain`: the share
-    of the mean step time that one more strategy has to save. `kept`: candidates kept of each batch. `finalists`: how
-    many candidates the planner judges. `reach`: it plans those whose estimate is at most this above the least (0.05 =
-    5 %).
-    """
-
-    size: int | None = None
-    most: int = 10
-    gain: float = 0.002
-    kept: int = 12
-    finalists: int = 24
-    reach: float = 0.05
-
-    def __post_init__(self) -> None:
-        for name, value in (("size", self.size), ("most", self.most), ("kept", self.kept)):
-            if value is not None and value < 1:
-                raise InvalidInput(f"propose: expected {name} of 1 or more, got {value}")
-        for name in ("gain", "reach", "finalists"):
-            if not getattr(self, name) >= 0:
-                raise InvalidInput(f"propose: expected {name} of 0 or more, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class ProposedStrategy:
-    """One strategy of the pool: the share of the batches in which it is the fastest, and the mean in ms without it.
-
-    None where the others cannot hold every batch.
-    """
-
-    name: str
-    layout: Layout
-    share: float
-    without_ms: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A pool and what was found about it; all times are means over the sampled batches, in ms.
-
-    `means_ms`: of the best pool of 1, 2, ... strategies. `static_ms`: of the best single layout of equal replicas,
-    named `static`. `every_ms`: of all candidates together, as estimated. `num_planned` counts plans of the planner,
-    `idle` ranks that no replica can use.
-    """
-
-    pool: Pool
-    strategies: tuple[ProposedStrategy, ...]
-    mean_ms: float
-    means_ms: tuple[float, ...]
-    static: str
-    static_ms: float
-    every_ms: float
-    num_batches: int
-    num_candidates: int
-    num_planned: int
-    idle: int = 0
-    interrupted: bool = False
 
 
 def propose(
@@ -130,6 +72,31 @@ def propose(
             raise
         search.interrupted = True
         search.finish()
+    return search.proposal()
+
+
+def judge(
+    table: SchemeTable,
+    profile: Profile,
+    topology: Topology,
+    batches: Sequence[Batch],
+    layouts: Sequence[Layout],
+    *,
+    longest: int,
+    options: ProposalOptions | None = None,
+    progress: Progress | None = None,
+) -> Proposal:
+    """Returns what `propose` says, for a pool of exactly these layouts.
+
+    Raises `InvalidInput` where they cannot hold `longest` or a layout does not fit onto the nodes.
+    """
+    search = _ProposalSearch(
+        table, profile, topology, batches, longest, options or ProposalOptions(), progress or _quiet
+    )
+    search.given = tuple(layouts)
+    search.scored = batches
+    search.finish()
+    search.plan()
     return search.proposal()
 
 
@@ -163,6 +130,7 @@ class _ProposalSearch:
     static: Layout = ()
     num_planned: int = 0
     interrupted: bool = False
+    given: tuple[Layout, ...] = ()
     mixes: MixSearch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,18 +155,30 @@ class _ProposalSearch:
         """Estimates the candidates on the batches that were searched, and chooses the finalists."""
         if self.finalists:
             return
-        weights_B = self.weights_B()
-        layouts = sorted({*self.candidates, *self.table.homogeneous(self.topology.num_ranks), *self._holders()})
-        layouts = [layout for layout in layouts if self._strategy(layout) is not None]
+        layouts = self._placed_layouts()
         times_SB = np.stack([estimate_ms(self.table, layouts, batch) for batch in self._columns()], axis=1)
-        if not np.isfinite(times_SB[:, -1]).any():
+        own_SB = times_SB[[layouts.index(layout) for layout in self.given or layouts]]
+        if not np.isfinite(own_SB[:, -1]).any():
             raise InvalidInput(self._cannot_hold())
-        self.every_ms = float(times_SB[:, :-1].min(axis=0).mean())
-        rows = choose_pool(times_SB, weights_B, most=max(self.options.finalists, self.most)).members
+        self.every_ms = float(own_SB[:, :-1].min(axis=0).mean())
+        if self.given:
+            rows = tuple(layouts.index(layout) for layout in self.given)
+        else:
+            rows = choose_pool(times_SB, self.weights_B(), most=max(self.options.finalists, self.most)).members
         self.static, static_row = self._best_static(layouts, times_SB)
         rows = (*rows, static_row) if static_row not in rows else rows
         self.finalists = [layouts[row] for row in rows]
         self.times_FB = times_SB[list(rows)]
+
+    def _placed_layouts(self) -> list[Layout]:
+        """Returns the layouts to score that fit onto the nodes: those found, or given, and those of equal replicas."""
+        for layout in self.given:
+            if self._strategy(layout) is None:
+                name = layout_text(self.table.schemes, layout)
+                raise InvalidInput(f"propose: {name} does not fit onto the nodes of {self.topology.name}")
+        found = self.given or {*self.candidates, *self._holders()}
+        layouts = sorted({*found, *self.table.homogeneous(self.topology.num_ranks)})
+        return [layout for layout in layouts if self._strategy(layout) is not None]
 
     @property
     def most(self) -> int:
@@ -208,9 +188,8 @@ class _ProposalSearch:
         return np.array([1.0] * len(self.scored) + [LONGEST_WEIGHT])
 
     def _columns(self) -> list[Batch]:
-        """Returns the batches to score: the sampled ones, then the one with most tokens again, with the longest."""
-        tokens = max(map(sum, self.batches))
-        return [*self.scored, _with_longest(self.batches[0], self.longest, tokens)]
+        """Returns the batches to score: the sampled ones, then the first again with the longest sequence in it."""
+        return [*self.scored, _with_longest(self.batches[0], self.longest)]
 
     def _holders(self) -> list[Layout]:
         """Returns layouts found for the batch with the longest sequence."""
@@ -235,47 +214,67 @@ class _ProposalSearch:
 
     def plan(self) -> None:
         """Replaces estimates by planned times wherever a finalist is near the fastest; the static one always is."""
-        static_row = self.finalists.index(self.static)
         columns = self._columns()
+        work = 0
         for number, batch in enumerate(columns):
             self.progress("planning", number, len(columns))
-            limit_ms = self.times_FB[:, number].min() * (1.0 + self.options.reach)
-            near = set(np.flatnonzero(self.times_FB[:, number] <= limit_ms).tolist())
-            if np.isfinite(self.times_FB[static_row, number]):
-                near.add(static_row)
-            for row in sorted(near):
-                strategy = self.placed[self.finalists[row]]
-                self.times_FB[row, number] = planned_ms(strategy, self.profile, batch, self.topology.num_ranks)
+            for row in self._to_plan(number, batch):
+                layout = self.finalists[row]
+                work += sum(layout) * len(batch)
+                if work > self.options.max_work:
+                    return
+                self.times_FB[row, number] = planned_ms(
+                    self.placed[layout], self.profile, batch, self.topology.num_ranks
+                )
                 self.num_planned += 1
         self.progress("planning", len(columns), len(columns))
 
-    def proposal(self) -> Proposal:
+    def _to_plan(self, number: int, batch: Batch) -> list[int]:
+        """Returns the finalists to plan on a batch: near the fastest, and not known to be unable to do any better."""
+        times_F = self.times_FB[:, number].copy()
+        near_F = times_F <= times_F.min() * (1.0 + self.options.reach)
+        near_F[self.finalists.index(self.static)] = True
+        floors_F = self.table.floors_ms(self.finalists, max(batch))
+        return np.flatnonzero(near_F & np.isfinite(times_F) & (times_F > floors_F * (1.0 + AT_FLOOR))).tolist()
+
+    def _choice(self) -> PoolChoice:
+        if self.given:
+            own_GB = self.times_FB[: len(self.given)]
+            return PoolChoice(
+                tuple(range(len(self.given))), choose_pool(own_GB, self.weights_B(), most=self.most).means_ms
+            )
         gain = self.options.gain if self.options.size is None else 0.0
-        choice = choose_pool(self.times_FB, self.weights_B(), most=self.most, gain=gain)
+        return choose_pool(self.times_FB, self.weights_B(), most=self.most, gain=gain)
+
+    def proposal(self) -> Proposal:
+        """Returns the pool chosen by the times there are, and what can be said about it."""
+        choice = self._choice()
         members = list(choice.members)
         times_MB = self.times_FB[members, :-1]
-        fastest_B = times_MB.argmin(axis=0)
-        static_ms = float(self.times_FB[self.finalists.index(self.static), :-1].mean())
         strategies = tuple(self.placed[self.finalists[row]] for row in members)
-        without_ms = [_mean_ms(np.delete(times_MB, index, axis=0)) for index in range(len(members))]
         return Proposal(
-            Pool(self.topology.num_ranks, strategies),
-            tuple(
-                ProposedStrategy(
-                    strategy.name, self.finalists[row], float((fastest_B == index).mean()), without_ms[index]
-                )
-                for index, (row, strategy) in enumerate(zip(members, strategies, strict=True))
-            ),
-            float(times_MB.min(axis=0).mean()),
-            choice.means_ms,
-            layout_text(self.table.schemes, self.static),
-            static_ms,
-            self.every_ms,
-            len(self.scored),
-            len(self.candidates),
-            self.num_planned,
-            self.topology.num_ranks - self.mixes.num_ranks,
-            self.interrupted,
+            pool=Pool(self.topology.num_ranks, strategies),
+            strategies=tuple(self._proposed(row, index, times_MB) for index, row in enumerate(members)),
+            mean_ms=float(times_MB.min(axis=0).mean()),
+            means_ms=choice.means_ms,
+            static=layout_text(self.table.schemes, self.static),
+            static_ms=_mean_ms(self.times_FB[[self.finalists.index(self.static)], :-1]),
+            every_ms=self.every_ms,
+            num_batches=len(self.scored),
+            num_candidates=len(self.given or self.candidates),
+            num_planned=self.num_planned,
+            idle=self.topology.num_ranks - self.mixes.num_ranks,
+            interrupted=self.interrupted,
+        )
+
+    def _proposed(self, row: int, index: int, times_MB: Floats) -> ProposedStrategy:
+        layout = self.finalists[row]
+        return ProposedStrategy(
+            layout_text(self.table.schemes, layout),
+            layout,
+            self.table.holds(layout),
+            float((times_MB.argmin(axis=0) == index).mean()),
+            _mean_ms(np.delete(times_MB, index, axis=0)),
         )
 
     def _cannot_hold(self) -> str:
@@ -291,9 +290,9 @@ def _mean_ms(times_MB: Floats) -> float | None:
     return mean_ms if np.isfinite(mean_ms) else None
 
 
-def _with_longest(batch: Batch, longest: int, tokens: int) -> Batch:
-    """Returns a batch of about `tokens` tokens with one sequence of `longest`, the others as in `batch`."""
-    others, missing = [], tokens - longest
+def _with_longest(batch: Batch, longest: int) -> Batch:
+    """Returns a batch of no more tokens than `batch`, where those suffice, with one sequence of `longest`."""
+    others, missing = [], sum(batch) - longest
     for length in batch:
         if length <= missing:
             others.append(length)

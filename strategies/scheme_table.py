@@ -78,6 +78,12 @@ class SchemeTable:
             if num_ranks % size == 0
         ]
 
+    def floors_ms(self, layouts: Sequence[Layout], length: int) -> Floats:
+        """Returns what a sequence of `length` tokens takes alone in each layout: pp (f + c) on its best scheme, in ms."""
+        alone_T = self.pp_T * ((self.a_T * length + self.b_T) * length + self.c_T)
+        able_ST = (np.array(layouts) > 0) & (self.limit_T >= length)
+        return np.asarray(np.where(able_ST, alone_T, np.inf).min(axis=1))
+
     def holds(self, layout: Layout) -> int:
         """Returns the longest sequence that a layout can hold."""
         return int((self.limit_T * (np.array(layout) > 0)).max())
