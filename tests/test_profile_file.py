@@ -139,8 +139,8 @@ costs = st.builds(
     st.sampled_from(["measured", "analytic"]),
     max_tokens=st.none() | st.integers(1, 10**6),
     memory=st.none() | st.builds(SchemeMemory, st.integers(0, 10**9).map(float), positive),
-    fit=st.none() | st.builds(lambda low, more, points: FitError(low, low + more, points), *[st.floats(0, 1)] * 2, st.integers(1, 9)),
-)  # fmt: skip
+    fit=st.none() | st.builds(FitError, st.floats(0, 1), st.floats(1, 2), st.integers(1, 9)),
+)
 files = st.builds(
     ProfileFile,
     st.dictionaries(st.sampled_from(["tp1", "tp2.cp2", "tp1.pp2(3,1)", "tp2.pp2"]), costs, min_size=1),

@@ -21,8 +21,11 @@ COMMANDS = {
     "train": "Train a model over several processes.",
     "verify": "Compare every strategy of a pool with the untouched model.",
     "plan": "Show what would happen to sequences of given lengths, and why.",
+    "analyze": "Show how long the sequences of a corpus are, and what batches of them are like.",
+    "propose": "Propose a pool of strategies for a cluster, from costs and sequence lengths.",
     "check": "Report everything that is wrong with a strategy file.",
     "dump": "Write what a pool compiles to, as text and pictures.",
+    "simulate": "Time training steps on a described cluster, ours beside other systems.",
     "switch": "Show what a change of layout moves, beside the least that it could.",
     "reshard": "Show how one tensor gets from one annotation to another.",
 }
