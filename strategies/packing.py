@@ -224,8 +224,7 @@ def refine(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> Packi
     improved = True
     while improved:
         improved = False
-        for groups in _moves(kind, lengths, best.groups):
-            times_ms = kind.micro_batch_ms([lengths[position] for position in group] for group in groups)
+        for groups, times_ms in _moves(kind, lengths, best.groups):
             ms = kind.schedule_ms(times_ms)
             if ms < best.ms * (1.0 - 1e-6):
                 best, improved = _reordered(kind, lengths, Packing(groups, ms, kind.flow_ms(times_ms))), True
@@ -257,14 +256,20 @@ def _reordered(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> P
     )
 
 
-def _moves(kind: ReplicaKind, lengths: Sequence[int], groups: Groups) -> Iterator[Groups]:
+def _moves(kind: ReplicaKind, lengths: Sequence[int], groups: Groups) -> Iterator[tuple[Groups, list[float]]]:
+    """Yields the groups after each move of one sequence to another one with room, with their times in ms."""
     count = len(groups)
+    times_ms = kind.micro_batch_ms([lengths[position] for position in group] for group in groups)
     for i, j in [(i, j) for i in range(count) for j in range(count) if i != j]:
         room = kind.max_tokens - sum(lengths[position] for position in groups[j])
         for position in groups[i]:
             if lengths[position] > room:
                 continue
-            moved = list(groups)
+            moved, moved_ms = list(groups), list(times_ms)
             moved[i] = tuple(other for other in groups[i] if other != position)
             moved[j] = tuple(sorted((*groups[j], position)))
-            yield tuple(group for group in moved if group)
+            for at in (i, j):
+                moved_ms[at] = kind.cost.micro_batch_ms([lengths[other] for other in moved[at]])
+            if not moved[i]:
+                del moved[i], moved_ms[i]
+            yield tuple(moved), moved_ms

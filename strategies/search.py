@@ -22,6 +22,7 @@ __all__ = ["EQUAL", "Planned", "Search", "plan_strategy", "replica_plans"]
 
 EQUAL = 1e-9
 SEARCHED_WITHIN = 0.05
+REFINED_WITHIN = 0.02
 ENOUGH_OF_GAP = 0.1
 
 
@@ -124,6 +125,9 @@ class Search:
             best_ms = min(best_ms, one.step_ms)
             # A plan of less flow time may be preferred to a faster one, but none is faster than its bound.
             limit_ms = min(limit_ms, one.step_flow_ms)
+        for one in self.planned:
+            if one.assignment is not None and one.step_ms <= best_ms * (1.0 + REFINED_WITHIN):
+                one.take(refine_slowest(one.kinds, self.lengths, one.assignment, self.packer))
 
     def sharpen_bounds(self) -> None:
         """Solves the bound's linear program for the strategy of the least bound, while that can close the gap."""
