@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hgraph.check_plan import check_plan
-from hgraph.profile import SchemeCost
+from hgraph.plan import StepPlan
+from hgraph.profile import Profile, SchemeCost
 from strategies.cost import ReplicaKind
 from strategies.heuristic import heuristic_assignment
 from strategies.integer_program import counts_program, highs, slots_program, solve
@@ -59,6 +60,41 @@ def test_the_slots_program_equals_enumeration(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2000, 2500))
 def test_the_slots_program_equals_enumeration_up_to_eight_sequences(seed: int) -> None:
     check_against_enumeration(seed, most=8)
+
+
+def plan_of_small_problem(seed: int, most: int) -> tuple[StepPlan, float]:
+    """Returns the checked plan of one strategy, by the default options, and the optimum by enumeration."""
+    kinds, lengths = random_small_problem(seed, most)
+    schemes = [UNIFORM(number + 1, kind.pp) for number, kind in enumerate(kinds)]
+    pool = pool_of(strategy("drawn", *schemes))
+    profile = Profile({str(scheme): kind.cost for scheme, kind in zip(schemes, kinds, strict=True)}, {})
+    plan = plan_step(pool, profile, lengths)
+    check_plan(plan, pool, profile, lengths)
+    return plan, best_step_ms(kinds, lengths, simulated=True)
+
+
+def check_equal_or_flagged(seeds: Iterable[int], most: int) -> float:
+    """Returns the share of plans that are optimal; of the others, the gap must cover what they miss."""
+    optimal = []
+    for seed in seeds:
+        plan, best_ms = plan_of_small_problem(seed, most)
+        assert plan.bound_ms <= best_ms * (1 + 1e-9)
+        assert plan.predicted_ms >= best_ms * (1 - 1e-9)
+        assert plan.predicted_ms <= best_ms * (1 + plan.gap) * (1 + 1e-9)
+        optimal.append(plan.predicted_ms <= best_ms * (1 + 1e-9))
+    return sum(optimal) / len(optimal)
+
+
+@pytest.mark.case(62)
+def test_plans_are_optimal_or_flagged() -> None:
+    assert check_equal_or_flagged(range(15), most=5) >= 0.8
+
+
+@pytest.mark.long
+@pytest.mark.case(62)
+@pytest.mark.parametrize("first", range(3000, 3500, 50))
+def test_plans_are_optimal_or_flagged_up_to_eight_sequences(first: int) -> None:
+    assert check_equal_or_flagged(range(first, first + 50), most=8) >= 0.7
 
 
 def test_the_counts_program_reproduces_the_heuristic_and_its_cut_off() -> None:
