@@ -20,6 +20,7 @@ __all__ = ["Exchange", "Loads", "exchanges", "relieve"]
 
 IMPROVEMENT = 1.0 - 1e-9
 MAX_GROUP_MEMBERS = 14
+BALANCED = 1e-4
 MAX_OTHERS = 32
 MAX_OWN = 48
 MAX_THEIRS = 512
@@ -103,12 +104,14 @@ class Loads:
 
 
 def relieve(loads: Loads, max_rounds: int, enough_ms: float = 0.0) -> None:
-    """Improves `loads` in place, until the slowest replica takes at most `enough_ms`, nothing helps, or for
-    `max_rounds` steps."""
+    """Improves `loads` in place for at most `max_rounds` steps.
+
+    Ends when the slowest replica takes at most `enough_ms`, when all take the same time, or when nothing helps.
+    """
     pair_rounds = 0
     for _ in range(max_rounds):
         slowest = int(loads.ms_R.argmax())
-        if loads.ms_R[slowest] <= enough_ms:
+        if loads.ms_R[slowest] <= max(enough_ms, float(loads.ms_R.mean()) * (1.0 + BALANCED)):
             return
         found = next(iter(exchanges(loads, slowest, 1)), None) if loads.fleet.num_replicas > 1 else None
         if found is None and pair_rounds < MAX_PAIR_ROUNDS:
