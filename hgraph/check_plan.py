@@ -146,17 +146,18 @@ def _check_candidates(plan: StepPlan, names: Sequence[str], taken_flow_ms: float
 
 
 def _check_candidate_bounds(plan: StepPlan, where: str) -> None:
-    known = [candidate for candidate in plan.candidates if candidate.bound_ms is not None]
-    for candidate in known:
-        if candidate.predicted_ms is not None and candidate.bound_ms > candidate.predicted_ms * (
-            1 + RELATIVE_TOLERANCE
-        ):
+    expected_ms = plan.predicted_ms
+    for candidate in plan.candidates:
+        if candidate.bound_ms is None:
+            continue
+        expected_ms = min(expected_ms, candidate.bound_ms)
+        own_ms = candidate.predicted_ms
+        if own_ms is not None and candidate.bound_ms > own_ms * (1 + RELATIVE_TOLERANCE):
             raise PlanError(
                 f"{where}: candidate {candidate.strategy}: bound_ms {candidate.bound_ms} is above its predicted time "
-                f"of {candidate.predicted_ms} ms"
+                f"of {own_ms} ms"
             )
-    if known:
-        expected_ms = min(plan.predicted_ms, *(candidate.bound_ms for candidate in known))
+    if any(candidate.bound_ms is not None for candidate in plan.candidates):
         _check_equal(f"{where}: bound_ms (the least of the candidates')", expected_ms, plan.bound_ms)
 
 

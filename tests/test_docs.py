@@ -29,6 +29,7 @@ PLANNER_MODULES = (
     "strategies.planner",
     "strategies.schedule_cuts",
     "strategies.search",
+    "strategies.shapes",
 )
 # Letters of formulas that are written as code.
 SYMBOLS = {"T"}
