@@ -5,9 +5,9 @@
 
 FOLDER holds published_plans.json (pools, batches, the published planner's plans with their flow times and a lower
 bound) and profiles/NAME.yaml (a, b, c of every scheme). Each batch is planned without a solver, and with --program once
-more with it. Times: *flow*, the sum over a replica's micro-batches plus (pp - 1) times its largest, and *simulated*, the
-schedule in use; the slowest replica counts. CPU time of this process is given, since it does not depend on what else
-the machine does. The exit code is 1 where a plan's flow time is above the published one.
+more with it. Times: *flow*, the sum over a replica's micro-batches plus (pp - 1) times its largest, and *simulated*,
+the schedule in use; the slowest replica counts. CPU time of this process is given, since it does not depend on what
+else the machine does. The exit code is 1 where a plan's flow time is above the published one.
 """
 
 from __future__ import annotations
