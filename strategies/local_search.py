@@ -113,7 +113,7 @@ def relieve(loads: Loads, max_rounds: int, enough_ms: float = 0.0) -> None:
         slowest = int(loads.ms_R.argmax())
         if loads.ms_R[slowest] <= max(enough_ms, float(loads.ms_R.mean()) * (1.0 + BALANCED)):
             return
-        found = next(iter(exchanges(loads, slowest, 1)), None) if loads.fleet.num_replicas > 1 else None
+        found = next(iter(exchanges(loads, slowest, 1)), None)
         if found is None and pair_rounds < MAX_PAIR_ROUNDS:
             found = _group_exchange(loads, slowest)
             pair_rounds += 1
@@ -143,6 +143,8 @@ def exchanges(loads: Loads, slowest: int, count: int) -> list[Exchange]:
     fleet = loads.fleet
     own_I = _spread(_one_per_length(fleet.length_M, loads.members(slowest)), MAX_OWN)
     others = _done_first(loads, slowest, MAX_OTHERS)
+    if not len(others):
+        return []
     is_other = np.zeros(fleet.num_replicas, dtype=bool)
     is_other[others] = True
     theirs = _spread(np.flatnonzero(is_other[loads.replica_M]), MAX_THEIRS)

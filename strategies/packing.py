@@ -28,7 +28,7 @@ __all__ = ["Packer", "Packing", "fewest_bins", "fewest_bins_bound", "ordered", "
 MAX_REFINED_SIZE = 400
 MAX_SWAPPED = 24
 IMPROVEMENT = 1.0 - 1e-12
-MAX_KNOWN = 20_000
+MAX_HELD = 300_000
 PATIENCE = 2
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
@@ -46,12 +46,14 @@ class Packing:
 class Packer:
     """Packs and remembers: replicas of one kind with the same lengths have the same packing.
 
-    `by_flow` packs for the flow time, else for the simulated one. At most `MAX_KNOWN` packings are remembered.
+    `by_flow` packs for the flow time, else for the simulated one. Packings of at most `MAX_HELD` sequences in all are
+    remembered.
     """
 
     def __init__(self, by_flow: bool = False) -> None:
         self.by_flow = by_flow
         self._known: dict[tuple[ReplicaKind, tuple[int, ...]], Packing] = {}
+        self._num_held = 0
 
     def value_ms(self, packing: Packing) -> float:
         """Returns the time in ms that packings are compared by."""
@@ -62,8 +64,10 @@ class Packer:
         key = (kind, lengths)
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= MAX_KNOWN:
+            if self._num_held > MAX_HELD:
                 self._known.clear()
+                self._num_held = 0
+            self._num_held += len(lengths)
             known = self._known[key] = self._pack(kind, lengths)
         return known
 
