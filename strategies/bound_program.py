@@ -286,9 +286,13 @@ def _prices(
     program = _program(-(-len(options) // OPTION_STEP) * OPTION_STEP)
     unit_tokens = float(problem.length_K[0])
     _fill(program, problem, options, groups, time_ms, unit_tokens)
+    rows = (program.work, program.tokens, program.halves, program.whole)
+    program.share.save_value(None)
+    for row in rows:
+        row.dual_variables[0].save_value(None)
     try:
         solve_with(program.problem)
-        duals = [row.dual_value for row in (program.work, program.tokens, program.halves, program.whole)]
+        duals = [row.dual_value for row in rows]
         share = float(program.share.value)
     except (cp.error.SolverError, ValueError, ArithmeticError, TypeError):
         return None
@@ -297,8 +301,8 @@ def _prices(
     num = len(options)
     work_O, tokens_O, halves_O, whole_LO = (np.maximum(np.nan_to_num(dual), 0.0)[..., :num] for dual in duals)
     whole_JO = np.zeros((len(groups.count_J), num))
-    rows = min(NUM_LONG, len(groups.count_J))
-    whole_JO[:rows] = whole_LO[:rows]
+    num_long = min(NUM_LONG, len(groups.count_J))
+    whole_JO[:num_long] = whole_LO[:num_long]
     return share, Prices(work_O / time_ms, tokens_O / unit_tokens, halves_O, whole_JO)
 
 

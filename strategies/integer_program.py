@@ -126,6 +126,8 @@ def solve(
     program: DispatchProgram, options: PlannerOptions, target_ms: float, solve_with: SolveFunction
 ) -> ProgramAnswer:
     """Returns the answer of `solve_with`; whatever it raises becomes the status."""
+    for variable in program.problem.variables():
+        variable.save_value(None)
     try:
         status = solve_with(program.problem, options, target_ms / program.unit_ms)
     except Exception as error:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from hgraph.simulate import FORWARD_SHARE
 from strategies.cost import ReplicaKind
 
-__all__ = ["LAST_OF_TABLE", "capacities_ms", "long_capacities_ms"]
+__all__ = ["LAST_OF_TABLE", "best_times", "capacities_ms", "long_capacities_ms"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Cut: TypeAlias = tuple[float, float, float]
@@ -106,6 +106,13 @@ def long_capacities_ms(
     return np.asarray(capacity + shortest_ms * v)
 
 
+def best_times(kind: ReplicaKind, num_micro_batches: int) -> tuple[float, ...] | None:
+    """Returns the shares of the sum that v micro-batches should take in running order; None where not in the table."""
+    if kind.schedule != "1f1b" or kind.pp == 1:
+        return None
+    return _shapes(kind.pp).get(num_micro_batches)
+
+
 def _general_cuts(stages: int, v: Floats) -> list[tuple[Floats, float, float]]:
     """Returns the cuts of 1F1B that hold for every P and v: the last stage, half of each, the long one."""
     ends, hidden = stages - 1, 1.0 - FORWARD_SHARE
@@ -116,6 +123,12 @@ def _general_cuts(stages: int, v: Floats) -> list[tuple[Floats, float, float]]:
 def _table(stages: int) -> dict[str, list[list[object]]]:
     text = files("strategies").joinpath("schedule_cuts.json").read_text(encoding="utf-8")
     return dict(json.loads(text).get(str(stages), {"short": [], "long": []}))
+
+
+@cache
+def _shapes(stages: int) -> dict[int, tuple[float, ...]]:
+    rows: list[list[float]] = _table(stages).get("shape", [])  # type: ignore[assignment]
+    return {len(row): tuple(row) for row in rows}
 
 
 @cache

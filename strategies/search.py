@@ -30,6 +30,7 @@ __all__ = ["EQUAL", "Planned", "Search", "plan_strategy", "replica_plans"]
 
 EQUAL = 1e-9
 SEARCHED_WITHIN = 0.05
+REFINED_WITHIN = 0.02
 ENOUGH_OF_GAP = 0.1
 WORTHWHILE = 0.05
 
@@ -82,22 +83,28 @@ def plan_strategy(
 
 @dataclass(slots=True)
 class Search:
-    """Planning of one step: `planned` are the strategies that can hold the batch, in the pool's order."""
+    """Planning of one step: `planned` are the strategies that can hold the batch, in the pool's order.
+
+    Plans of more flow time than `flow_limit_ms` are not taken. It is set once, by the heuristics, so that the best plan
+    never gets slower.
+    """
 
     lengths: tuple[int, ...]
     profile: Profile
     options: PlannerOptions
     planned: list[Planned]
     packer: Packer
+    flow_limit_ms: float = float("inf")
 
     @property
     def best(self) -> Planned:
-        """The strategy of least simulated time among those of least flow time, give or take the slack.
+        """The strategy of least simulated time among those within the limit of flow time; by flow, of least flow time.
 
         Of equal ones the first in the pool's order.
         """
-        slack = 0.0 if self.options.objective == "flow" else self.options.flow_slack
-        limit_ms = min(one.step_flow_ms for one in self.planned) * (1.0 + slack) * (1.0 + EQUAL)
+        limit_ms = self.flow_limit_ms
+        if self.options.objective == "flow":
+            limit_ms = min(one.step_flow_ms for one in self.planned) * (1.0 + EQUAL)
         able = [one for one in self.planned if one.step_flow_ms <= limit_ms]
         fastest_ms = min(one.step_ms for one in able)
         return next(one for one in able if one.step_ms <= fastest_ms * (1.0 + EQUAL))
@@ -134,6 +141,10 @@ class Search:
             best_ms = min(best_ms, one.step_ms)
             # A plan of less flow time may be preferred to a faster one, but none is faster than its bound.
             limit_ms = min(limit_ms, one.step_flow_ms)
+        self.flow_limit_ms = limit_ms * (1.0 + self.options.flow_slack) * (1.0 + EQUAL) if limit_ms > 0 else 0.0
+        for one in self.planned:
+            if one.assignment is not None and one.step_ms <= best_ms * (1.0 + REFINED_WITHIN):
+                self._offer(one, refine_slowest(one.kinds, self.lengths, one.assignment, self.packer))
 
     def sharpen_bounds(self) -> None:
         """Solves the bound's program for the strategy of the least bound, while that can close the gap.
@@ -161,8 +172,7 @@ class Search:
             if not one.is_searched:
                 found = heuristic_assignment(one.kinds, self.lengths, self.packer, self.options.max_rounds)
                 one.is_searched = True
-                if one.assignment is None or self._is_better(found, one.assignment):
-                    one.take(found)
+                self._offer(one, found)
                 yield
         runs = 0
         for one in self._alive():
@@ -185,8 +195,15 @@ class Search:
         able = [one for one in able if reach == float("inf") or one.step_ms <= best_ms * (1.0 + reach)]
         return sorted(able, key=lambda one: one.step_ms)
 
-    def _is_better(self, new: Assignment, old: Assignment) -> bool:
-        return value_ms(new, self.packer) < value_ms(old, self.packer) * (1.0 - EQUAL)
+    def _offer(self, one: Planned, new: Assignment) -> bool:
+        """Makes `new` the plan of a strategy if it is faster and does not take it over the limit of flow time."""
+        if one.assignment is not None:
+            is_faster = value_ms(new, self.packer) < value_ms(one.assignment, self.packer) * (1.0 - EQUAL)
+            flow_ms = new.flow_ms + one.bridge_ms
+            if not is_faster or flow_ms > max(self.flow_limit_ms, one.step_flow_ms):
+                return False
+        one.take(new)
+        return True
 
     def _improve(self, one: Planned, best_ms: float, solve_with: SolveFunction) -> None:
         """Takes the program's plan of a strategy if it is sound and faster than what there is; notes what happened."""
@@ -205,10 +222,9 @@ class Search:
         except PlanError as error:
             one.fell_back = str(error)
             return
-        if not self._is_better(assignment, one.assignment):
+        if not self._offer(one, assignment):
             one.fell_back = f"{answer.status}, no faster plan"
             return
-        one.take(assignment)
         one.solver = f"highs ({answer.status})"
 
     def _assignment(self, one: Planned, answer: ProgramAnswer, is_slots: bool) -> Assignment:

@@ -112,15 +112,7 @@ def random_small_problem(
 def event_driven_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -> float:
     """Returns the time of a pipeline by playing events: a stage starts its next action when its input has come."""
     count = len(times_ms)
-    order: list[list[tuple[str, int]]] = []
-    for stage in range(num_stages):
-        warm = count if schedule == "gpipe" else min(count, num_stages - stage)
-        actions = [("F", m) for m in range(warm)]
-        for m in range(count):
-            actions.append(("B", m))
-            if warm + m < count:
-                actions.append(("F", warm + m))
-        order.append(actions)
+    order = _stage_orders(schedule, num_stages, count)
     arrived = {("F", 0, m) for m in range(count)}
     position, busy, now = [0] * num_stages, [False] * num_stages, 0.0
     events: list[tuple[float, int, str, int]] = []
@@ -145,6 +137,40 @@ def event_driven_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -
         last = stage == num_stages - 1
         follower = ("B", stage, m) if kind == "F" and last else (kind, stage + 1 if kind == "F" else stage - 1, m)
         arrived.add(follower)
+
+
+def _stage_orders(schedule: str, num_stages: int, count: int) -> list[list[tuple[str, int]]]:
+    """Returns per stage its actions (kind, micro-batch) in the order they run."""
+    orders: list[list[tuple[str, int]]] = []
+    for stage in range(num_stages):
+        warm = count if schedule == "gpipe" else min(count, num_stages - stage)
+        actions = [("F", m) for m in range(warm)]
+        for m in range(count):
+            actions.append(("B", m))
+            if warm + m < count:
+                actions.append(("F", warm + m))
+        orders.append(actions)
+    return orders
+
+
+def every_order_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -> float:
+    """Returns the least time over all orders of the micro-batches, all played together, as `event_driven_ms` would."""
+    table = np.array(sorted(set(permutations(times_ms))))
+    orders, done = _stage_orders(schedule, num_stages, len(times_ms)), {}
+    position, free = [0] * num_stages, [np.zeros(len(table)) for _ in range(num_stages)]
+    while any(position[stage] < len(orders[stage]) for stage in range(num_stages)):
+        for stage in range(num_stages):
+            if position[stage] == len(orders[stage]):
+                continue
+            kind, m = orders[stage][position[stage]]
+            before = (kind, stage - 1, m) if kind == "F" else (kind, stage + 1, m)
+            first = stage == 0 if kind == "F" else stage == num_stages - 1
+            if not first and before not in done:
+                continue
+            start = free[stage] if first else np.maximum(free[stage], done[before])
+            free[stage] = done[kind, stage, m] = start + table[:, m] * (1 / 3 if kind == "F" else 2 / 3)
+            position[stage] += 1
+    return float(np.max(free, axis=0).min())
 
 
 def linear_bound_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> float:
@@ -273,18 +299,26 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 def best_replica_ms(kind: ReplicaKind, lengths: Sequence[int], simulated: bool) -> float:
     """Returns the least time of one replica over all packings: simulated over all orders, or flow."""
     best = float("inf") if lengths else 0.0
+    seen: set[tuple[float, ...]] = set()
     for groups in partitions(list(lengths)):
         if any(sum(group) > kind.max_tokens for group in groups):
             continue
-        times_ms = [kind.cost.micro_batch_ms(group) for group in groups]
-        if not times_ms or sum(times_ms) >= best:
+        times_ms = tuple(sorted(kind.cost.micro_batch_ms(group) for group in groups))
+        if not times_ms or times_ms in seen or _at_least_ms(kind, times_ms) >= best:
             continue
-        if not simulated:
+        seen.add(times_ms)
+        if not simulated or kind.pp == 1:
             best = min(best, sum(times_ms) + (kind.pp - 1) * max(times_ms))
             continue
-        orders = [times_ms] if kind.pp == 1 else set(permutations(times_ms))
-        best = min(best, *(event_driven_ms(kind.schedule, kind.pp, order) for order in orders), float("inf"))
+        best = min(best, every_order_ms(kind.schedule, kind.pp, times_ms))
     return best
+
+
+def _at_least_ms(kind: ReplicaKind, times_ms: tuple[float, ...]) -> float:
+    """Returns what rising times need in any order: the last stage's work between the two smallest, or the largest."""
+    first = times_ms[1] if len(times_ms) > 1 else times_ms[0]
+    ends = first / 3 + times_ms[0] * 2 / 3
+    return max(sum(times_ms) + (kind.pp - 1) * ends, kind.pp * times_ms[-1])
 
 
 def best_step_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int], simulated: bool) -> float:

@@ -3,7 +3,8 @@
 For v micro-batches on P equal stages, the longest path through the schedule is at least any average of its paths, and
 an average of paths is a weight per position: `T >= sum_m w_m t_m` (`docs/planner.md`). The best weights for a given
 share of fixed cost and of one long micro-batch are the dual of a small linear program, solved here by HiGHS. Only three
-numbers of a weight vector are kept, rounded down: the sum, the smallest, and that of the long micro-batch.
+numbers of a weight vector are kept, rounded down: the sum, the smallest, and that of the long micro-batch. The times
+that are best are kept too, as `shape`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ TABLE = Path(__file__).parent.parent / "strategies" / "schedule_cuts.json"
 STAGES = (2, 3, 4, 6, 8)
 MOST = 40
 MOST_LONG = 24
+MOST_SHAPE = 24
+SHAPE_FIXED_SHARE = 0.1
 DIGITS = 6
 FIXED_SHARES = (0.0, 0.01, 0.03, 0.08, 0.2, 0.4, 0.7, 0.97)
 LONG_FIXED_SHARES = ((0.02, 0.08, 0.2, 0.45, 0.8), (0.06, 0.25, 0.6))
@@ -110,6 +113,11 @@ class PathProgram:
         assert self.solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return np.asarray(-np.array(self.solver.getSolution().row_dual) @ self.share_RM)
 
+    def times(self) -> Floats:
+        """Returns the times of the micro-batches, fixed cost included, of the last solution."""
+        values = np.array(self.solver.getSolution().col_value)
+        return np.asarray(values[-1 - self.v : -1] + values[-1])
+
 
 def down(value: float) -> float:
     return max(0.0, math.floor(value * 10**DIGITS - 1e-3) / 10**DIGITS)
@@ -147,14 +155,23 @@ def long_cuts(program: PathProgram, position: int) -> list[tuple[float, ...]]:
     )
 
 
+def shape(num_stages: int, v: int) -> list[float]:
+    program = PathProgram(num_stages, v)
+    program.weights(SHAPE_FIXED_SHARE)
+    return [round(float(time), 4) for time in program.times()]
+
+
 def all_long_cuts(num_stages: int, v: int) -> list[list[tuple[float, ...]]]:
     program = PathProgram(num_stages, v)
     return [long_cuts(program, position) for position in range(v)]
 
 
-def table(stages: tuple[int, ...] = STAGES, most: int = MOST, most_long: int = MOST_LONG) -> dict[str, object]:
+def table(
+    stages: tuple[int, ...] = STAGES, most: int = MOST, most_long: int = MOST_LONG, most_shape: int = MOST_SHAPE
+) -> dict[str, object]:
     return {
         str(num_stages): {
+            "shape": [shape(num_stages, v) for v in range(2, most_shape + 1)],
             "short": [short_cuts(num_stages, v) for v in range(1, most + 1)],
             "long": [all_long_cuts(num_stages, v) for v in range(1, most_long + 1)],
         }

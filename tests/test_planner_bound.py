@@ -88,8 +88,8 @@ def test_the_best_micro_batches_reach_the_capacity(pp: int, v: int) -> None:
     program = schedule_cuts_table.PathProgram(pp, v)
     for fixed_share in (0.0, 0.1, 0.5):
         program.weights(fixed_share)
-        works = np.array(program.solver.getSolution().col_value)[-1 - v : -1]
-        taken = schedule_ms("1f1b", pp, list(works + fixed_share / v))
+        works = program.times() - fixed_share / v
+        taken = schedule_ms("1f1b", pp, list(program.times()))
         kind = ReplicaKind(pp, "1f1b", SchemeCost(0.0, 1.0, fixed_share / v, 100))
         assert capacities_ms(kind, taken, v)[v - 1] == pytest.approx(works.sum(), rel=5e-3)
 
@@ -98,8 +98,7 @@ def test_unequal_micro_batches_beat_equal_ones() -> None:
     """Twelve on two stages: 4 % less than equal ones; small ones first, and a tail that falls to half."""
     program = schedule_cuts_table.PathProgram(2, 12)
     program.weights(0.0)
-    works = np.array(program.solver.getSolution().col_value)[-13:-1]
-    assert schedule_ms("1f1b", 2, list(works)) <= 0.96 * schedule_ms("1f1b", 2, [1 / 12] * 12)
+    assert schedule_ms("1f1b", 2, list(program.times())) <= 0.96 * schedule_ms("1f1b", 2, [1 / 12] * 12)
 
 
 def test_the_shipped_cuts_are_those_of_the_generator() -> None:
