@@ -8,7 +8,6 @@ Linux the parent's death is watched as well, in case a child of the parent holds
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any, TypeAlias
 
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
-from strategies.anytime import Answer, answers
+from strategies.anytime import Answer, AnytimePlanner
 from strategies.options import PlannerOptions
 
 __all__ = ["PlannerProcess", "ProcessEnded", "serve"]
@@ -117,12 +116,12 @@ def serve(handle: int) -> None:
     except (EOFError, OSError):
         return
     threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
-    importlib.import_module("strategies.select")
+    planner = AnytimePlanner(pool, profile, options)
     try:
         connection.send(READY)
         while True:
             step, lengths = requests.get()
-            for answer in answers(pool, profile, lengths, step=step, options=options):
+            for answer in planner.answers(lengths, step):
                 connection.send(answer)
     except OSError:  # the other end has closed: nobody waits for the answer
         return

@@ -269,8 +269,8 @@ def test_where_every_process_ends_steps_are_planned_here() -> None:
             plan = service.result(step, timeout_s=120).plan
             check_plan(plan, POOL, PROFILE, lengths)
             assert plan.solver.startswith("heuristic (planner process: ") and plan.plan_ms > 0
-        service.submit(4, [])
-        with pytest.raises(InvalidInput, match="got an empty batch"):
+        service.submit(4, [5_000])
+        with pytest.raises(InvalidInput, match="sequence 0 has 5,000 tokens"):
             service.result(4)
         notes = service.take_notes()
         assert notes[:3] == 3 * ["a planner process has ended while it started (it ended with exit code 3); replaced"]
