@@ -131,6 +131,7 @@ def test_a_timeout_names_the_step_which_stays_submitted(service: PlanService) ->
     assert service.result(8, timeout_s=120).plan.step == 8
 
 
+@pytest.mark.long  # two processes of its own
 def test_a_step_whose_solver_does_not_return_takes_its_first_plan() -> None:
     """The process is stopped between the first answer and the last one; the one after it is planned as ever."""
     batches = batches_of((1, 2))
@@ -331,7 +332,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("holder", ["alone", "fork"])
+@pytest.mark.parametrize("holder", [pytest.param("alone", marks=pytest.mark.long), "fork"])
 def test_the_process_dies_with_its_parent(holder: str) -> None:
     """With `fork` a child of the parent keeps the socket open; the death of the parent itself has to be noticed."""
     if holder == "fork" and not hasattr(os, "pidfd_open"):
