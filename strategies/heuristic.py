@@ -66,23 +66,23 @@ def by_length(indices: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """One strategy after longest-first dispatch: `order[p]` is the index of the p-th longest sequence."""
+    """One strategy after longest-first dispatch: `order[p]` is the index of the p-th longest sequence.
+
+    `ms` is the slowest replica's time by the closed form.
+    """
 
     fleet: Fleet
     order: tuple[int, ...]
     replica_M: Ints
+    ms: float
 
     @staticmethod
     def of(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> Start:
         """Returns the dispatch of every sequence to one of `kinds`; each sequence must fit some kind."""
         order = by_length(range(len(lengths)), lengths)
         fleet = Fleet.of(kinds, [lengths[index] for index in order])
-        return Start(fleet, order, np.array(dispatch(fleet), dtype=np.int64))
-
-    @property
-    def ms(self) -> float:
-        """The slowest replica's time in ms, by the closed form."""
-        return float(Loads(self.fleet, self.replica_M).ms_R.max())
+        replica_M = np.array(dispatch(fleet), dtype=np.int64)
+        return Start(fleet, order, replica_M, float(Loads(fleet, replica_M).ms_R.max()))
 
 
 def heuristic_assignment(
