@@ -37,13 +37,16 @@ class ProcessEnded(Exception):
 
 
 class PlannerProcess:
-    """Plans steps in a process of its own, one at a time. `kill` may be called by any thread, the rest by one."""
+    """Plans steps in a process of its own, one at a time. `kill` may be called by any thread, the rest by one.
 
-    def __init__(self, setup: Setup) -> None:
+    `setup` is a pickled `Setup`. Raises OSError where the system starts no process.
+    """
+
+    def __init__(self, setup: bytes) -> None:
         self._connection, theirs = Pipe()
         self._process = _start(theirs)
-        with contextlib.suppress(ProcessEnded):  # `ask` will say it
-            self._send(setup)
+        with contextlib.suppress(OSError):  # it has ended already: who waits for it is told
+            self._connection.send_bytes(setup)
 
     def wait_until_ready(self) -> None:
         """Returns once the process has imported the planner; raises `ProcessEnded`."""
@@ -55,7 +58,10 @@ class PlannerProcess:
 
     def ask(self, step: int, lengths: tuple[int, ...]) -> Iterator[Answer]:
         """Yields the answers for a batch as they come, to the last one; raises `ProcessEnded`."""
-        self._send((step, lengths))
+        try:
+            self._connection.send((step, lengths))
+        except OSError:
+            raise ProcessEnded(self._how_it_ended()) from None
         is_last = False
         while not is_last:
             answer: Answer = self._receive()
@@ -72,17 +78,14 @@ class PlannerProcess:
         self._process.wait()
         self._connection.close()
 
-    def _send(self, message: object) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            raise ProcessEnded(self._how_it_ended()) from None
-
     def _receive(self) -> Any:
         try:
             return self._connection.recv()
         except (EOFError, OSError):
             raise ProcessEnded(self._how_it_ended()) from None
+        except Exception as error:
+            self.kill()
+            raise ProcessEnded(f"its answer cannot be read: {type(error).__name__}: {error}") from error
 
     def _how_it_ended(self) -> str:
         try:

@@ -10,6 +10,7 @@ processes may be added while training runs, replaced when they end, and started 
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -65,8 +66,11 @@ class PlanService:
         self._ahead = ahead or PlanAhead()
         if self._ahead.depth < 1:
             raise InvalidInput(f"plan service: expected a depth of 1 or more, got {self._ahead.depth}")
-        plain = replace(profile, schemes=dict(profile.schemes), bridge_ms=dict(profile.bridge_ms))
+        plain = replace(
+            profile, schemes=dict(profile.schemes), bridge_ms=dict(profile.bridge_ms), absent=dict(profile.absent)
+        )
         self._setup = (pool, plain, options or PlannerOptions())
+        self._pickled = pickle.dumps(self._setup)
         self._changed = threading.Condition()
         self._queue: deque[_Task] = deque()
         self._pending: dict[int, _Task] = {}
@@ -224,24 +228,27 @@ class PlanService:
         Returns how many have ended in a row.
         """
         while not self._is_closed and failures < MAX_FAILURES:
-            process = PlannerProcess(self._setup)
-            with self._changed:
-                before = self._processes.pop(number, None)
-                self._processes[number] = process
-                if self._is_closed:
-                    process.kill()
-            if before is not None:
-                before.close()
             try:
-                process.wait_until_ready()
+                self._put_in_place(number, PlannerProcess(self._pickled))
+                self._processes[number].wait_until_ready()
                 break
-            except ProcessEnded as ended:
+            except (ProcessEnded, OSError) as ended:
                 failures += 1
                 self._note_end(f"while it started ({ended})", failures)
         with self._changed:
             self._num_ready += 1
             self._changed.notify_all()
         return failures
+
+    def _put_in_place(self, number: int, process: PlannerProcess) -> None:
+        """Makes a process that of its thread, and closes the one before."""
+        with self._changed:
+            before = self._processes.pop(number, None)
+            self._processes[number] = process
+            if self._is_closed:
+                process.kill()
+        if before is not None:
+            before.close()
 
     def _plan(self, number: int, task: _Task, failures: int) -> int:
         """Has a step planned; returns how many processes have ended in a row without a plan."""
@@ -275,7 +282,9 @@ class PlanService:
 
     def _answer(self, task: _Task, answer: Answer) -> None:
         with self._changed:
-            task.first, task.best = task.first or answer, answer
+            task.first = task.first or answer
+            if task.best is None or _predicted_ms(answer) <= _predicted_ms(task.best):
+                task.best = answer
             if answer.is_last and task.last is None:
                 task.last = answer
             self._changed.notify_all()
@@ -291,6 +300,10 @@ class PlanService:
     def _plan_here(self, task: _Task) -> Answer:
         """Returns the first plan; what comes after it is not asked for."""
         return next(AnytimePlanner(*self._setup).answers(task.lengths, task.step))
+
+
+def _predicted_ms(answer: Answer) -> float:
+    return answer.plan.predicted_ms if answer.plan is not None else float("inf")
 
 
 def _settled(best: Answer, why: str) -> Answer:
