@@ -15,7 +15,7 @@ from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cluster import Cluster
 from strategies.ahead import PlanAhead, PlannedStep, PlanTimes
-from strategies.anytime import answers, planned_step
+from strategies.anytime import AnytimePlanner, planned_step
 from strategies.options import PlannerOptions
 from strategies.service import PlanService
 
@@ -35,6 +35,7 @@ class Planning:
         self.pool, self.profile, self.options, self.cluster = pool, profile, options, cluster
         self.how_ahead = PlanAhead(ahead) if isinstance(ahead, int) else ahead
         self._service: PlanService | None = None
+        self._planners: dict[PlannerOptions, AnytimePlanner] = {}
         self._number = 0
         self._submitted: dict[int, tuple[GlobalBatch, int]] = {}
 
@@ -156,7 +157,9 @@ class Planning:
     def _here(self, lengths: Sequence[int], step: int, options: PlannerOptions) -> PlannedStep:
         """Returns the plan made in this process, which waits for all of it."""
         start_s = time.perf_counter()
-        made = list(answers(self.pool, self.profile, lengths, step=step, options=options))
+        if options not in self._planners:
+            self._planners[options] = AnytimePlanner(self.pool, self.profile, options)
+        made = list(self._planners[options].answers(lengths, step))
         return planned_step(made[0], made[-1], 1e3 * (time.perf_counter() - start_s))
 
 

@@ -1,12 +1,12 @@
-"""Any-time planning: a first plan at once, then the final one, each proved by the checker before it is given."""
+"""Any-time planning: a first plan at once, better ones as they are found, each proved by the checker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from hgraph.check_plan import check_plan
 from hgraph.errors import HydraulisError, PlanError
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
@@ -14,7 +14,10 @@ from hgraph.strategy import Pool
 from strategies.ahead import PlannedStep, PlanTimes
 from strategies.options import PlannerOptions
 
-__all__ = ["Answer", "answers", "planned_step"]
+if TYPE_CHECKING:
+    from strategies.planner import Planner
+
+__all__ = ["Answer", "AnytimePlanner", "planned_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +35,44 @@ class Answer:
     ran_solver: bool = False
 
 
-def answers(
-    pool: Pool, profile: Profile, lengths: Sequence[int], *, step: int, options: PlannerOptions
-) -> Iterator[Answer]:
-    """Yields the first checked plan of a batch, and then, where the solver may better it, the final one.
+class AnytimePlanner:
+    """A planner whose every fault is an answer. For one thread."""
 
-    An error is an answer, and the only one. A solver that fails or whose plan does not pass the checker leaves the
-    first plan, which then says why.
-    """
-    from strategies.select import plan_step  # brings the solver along, which takes a second to import
+    def __init__(self, pool: Pool, profile: Profile, options: PlannerOptions | None = None) -> None:
+        from strategies.planner import Planner  # brings the solver along, which takes a second to import
 
-    start_s = perf_counter()
-    try:
-        first = plan_step(pool, profile, lengths, step=step, options=replace(options, program=False))
-        check_plan(first, pool, profile, lengths)
-    except Exception as error:
-        yield Answer(step, None, _as_ours(error, step), _ms_since(start_s), is_last=True)
-        return
-    is_last = not options.program or first.gap <= options.gap
-    ms = _ms_since(start_s)
-    yield Answer(step, replace(first, plan_ms=ms), None, ms, is_last)
-    if is_last:
-        return
-    try:
-        final = plan_step(pool, profile, lengths, step=step, options=options)
-        check_plan(final, pool, profile, lengths)
-    except Exception as error:
-        final = replace(first, solver=f"{first.solver} (solver: {type(error).__name__}: {error})")
-    ms = _ms_since(start_s)
-    yield Answer(step, replace(final, plan_ms=ms), None, ms, is_last=True, ran_solver=True)
+        self.options = options or PlannerOptions()
+        self._planner: Planner | HydraulisError
+        try:
+            self._planner = Planner(pool, profile, self.options)
+        except HydraulisError as error:
+            self._planner = error
+
+    def answers(self, lengths: Sequence[int], step: int) -> Iterator[Answer]:
+        """Yields the first checked plan of a batch, better ones where the solver finds them, and the final one last.
+
+        An error is an answer, and the only one. A solver that fails, or whose plan does not pass the checker, leaves
+        the best plan before it, which then says why.
+        """
+        start_s = perf_counter()
+        try:
+            if isinstance(self._planner, HydraulisError):
+                raise self._planner
+            plans = self._planner.plans(lengths, step)
+            best = next(plans)
+        except Exception as error:
+            yield Answer(step, None, _as_ours(error, step), _ms_since(start_s), is_last=True)
+            return
+        is_last = not self.options.program or best.gap <= self.options.gap
+        yield _answer(best, start_s, is_last=is_last)
+        if is_last:
+            return
+        try:
+            for best in plans:
+                yield _answer(best, start_s, is_last=False, ran_solver=True)
+        except Exception as error:
+            best = replace(best, solver=f"{best.solver} (solver: {type(error).__name__}: {error})")
+        yield _answer(best, start_s, is_last=True, ran_solver=True)
 
 
 def planned_step(first: Answer, used: Answer, waited_ms: float = 0.0) -> PlannedStep:
@@ -70,6 +82,11 @@ def planned_step(first: Answer, used: Answer, waited_ms: float = 0.0) -> Planned
     assert used.plan is not None and first.plan is not None
     times = PlanTimes(waited_ms, first.ms, used.ms, first.plan.predicted_ms, used.ran_solver)
     return PlannedStep(used.plan, times)
+
+
+def _answer(plan: StepPlan, start_s: float, *, is_last: bool, ran_solver: bool = False) -> Answer:
+    ms = _ms_since(start_s)
+    return Answer(plan.step, replace(plan, plan_ms=ms), None, ms, is_last, ran_solver)
 
 
 def _as_ours(error: Exception, step: int) -> HydraulisError:

@@ -8,7 +8,6 @@ Linux the parent's death is watched as well, in case a child of the parent holds
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any, TypeAlias
 
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
-from strategies.anytime import Answer, answers
+from strategies.anytime import Answer, AnytimePlanner
 from strategies.options import PlannerOptions
 
 __all__ = ["PlannerProcess", "ProcessEnded", "serve"]
@@ -38,13 +37,16 @@ class ProcessEnded(Exception):
 
 
 class PlannerProcess:
-    """Plans steps in a process of its own, one at a time. `kill` may be called by any thread, the rest by one."""
+    """Plans steps in a process of its own, one at a time. `kill` may be called by any thread, the rest by one.
 
-    def __init__(self, setup: Setup) -> None:
+    `setup` is a pickled `Setup`. Raises OSError where the system starts no process.
+    """
+
+    def __init__(self, setup: bytes) -> None:
         self._connection, theirs = Pipe()
         self._process = _start(theirs)
-        with contextlib.suppress(ProcessEnded):  # `ask` will say it
-            self._send(setup)
+        with contextlib.suppress(OSError):  # it has ended already: who waits for it is told
+            self._connection.send_bytes(setup)
 
     def wait_until_ready(self) -> None:
         """Returns once the process has imported the planner; raises `ProcessEnded`."""
@@ -56,7 +58,10 @@ class PlannerProcess:
 
     def ask(self, step: int, lengths: tuple[int, ...]) -> Iterator[Answer]:
         """Yields the answers for a batch as they come, to the last one; raises `ProcessEnded`."""
-        self._send((step, lengths))
+        try:
+            self._connection.send((step, lengths))
+        except OSError:
+            raise ProcessEnded(self._how_it_ended()) from None
         is_last = False
         while not is_last:
             answer: Answer = self._receive()
@@ -73,17 +78,14 @@ class PlannerProcess:
         self._process.wait()
         self._connection.close()
 
-    def _send(self, message: object) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            raise ProcessEnded(self._how_it_ended()) from None
-
     def _receive(self) -> Any:
         try:
             return self._connection.recv()
         except (EOFError, OSError):
             raise ProcessEnded(self._how_it_ended()) from None
+        except Exception as error:
+            self.kill()
+            raise ProcessEnded(f"its answer cannot be read: {type(error).__name__}: {error}") from error
 
     def _how_it_ended(self) -> str:
         try:
@@ -117,12 +119,12 @@ def serve(handle: int) -> None:
     except (EOFError, OSError):
         return
     threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
-    importlib.import_module("strategies.select")
+    planner = AnytimePlanner(pool, profile, options)
     try:
         connection.send(READY)
         while True:
             step, lengths = requests.get()
-            for answer in answers(pool, profile, lengths, step=step, options=options):
+            for answer in planner.answers(lengths, step):
                 connection.send(answer)
     except OSError:  # the other end has closed: nobody waits for the answer
         return

@@ -11,12 +11,14 @@ from hgraph.strategy import Pool, Strategy
 from strategies.bound import bound_problem, closed_form_ms, least_time_ms
 from strategies.cost import ReplicaKind, replica_kinds
 
-__all__ = ["flow_ms", "pool_bound_ms", "priced", "strategy_bound_ms"]
+__all__ = ["pool_bound_ms", "priced", "strategy_bound_ms"]
 
 
 def strategy_bound_ms(strategy: Strategy, profile: Profile, lengths: Sequence[int]) -> float:
     """Returns a lower bound in ms on any plan of `strategy`, bridges included; inf where it cannot hold a sequence."""
     kinds = replica_kinds(strategy, profile)
+    if not lengths:
+        return profile.bridge_ms.get(strategy.name, 0.0)
     if max(lengths) > max(kind.max_tokens for kind in kinds):
         return float("inf")
     return least_time_ms(bound_problem(kinds, lengths), closed_form_ms) + profile.bridge_ms.get(strategy.name, 0.0)
@@ -37,19 +39,20 @@ def priced(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[int])
     bound_ms = min(pool_bound_ms(pool, profile, lengths), predicted_ms)
     gap = predicted_ms / bound_ms - 1.0 if bound_ms > 0 else 0.0
     return replace(
-        plan, replicas=replicas, predicted_ms=predicted_ms, bound_ms=bound_ms, gap=gap, candidates=(), plan_ms=0.0
-    )
-
-
-def flow_ms(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[int]) -> float:
-    """Returns the plan's time in ms as flow: the slowest replica's sum of micro-batches plus (pp - 1) x its largest."""
-    kinds = replica_kinds(pool[plan.strategy], profile)
-    return max(
-        kind.flow_ms(kind.micro_batch_ms([[lengths[index] for index in own] for own in planned.micro_batches]))
-        for kind, planned in zip(kinds, plan.replicas, strict=True)
+        plan,
+        replicas=replicas,
+        predicted_ms=predicted_ms,
+        bound_ms=bound_ms,
+        gap=gap,
+        candidates=(),
+        plan_ms=0.0,
+        flow_ms=max(kind.flow_ms(_times_ms(own, kind, lengths)) for own, kind in zip(replicas, kinds, strict=True)),
     )
 
 
 def _priced_replica(planned: ReplicaPlan, kind: ReplicaKind, lengths: Sequence[int]) -> ReplicaPlan:
-    own = [[lengths[index] for index in micro_batch] for micro_batch in planned.micro_batches]
-    return replace(planned, predicted_ms=kind.replica_ms(own))
+    return replace(planned, predicted_ms=kind.schedule_ms(_times_ms(planned, kind, lengths)))
+
+
+def _times_ms(planned: ReplicaPlan, kind: ReplicaKind, lengths: Sequence[int]) -> list[float]:
+    return kind.micro_batch_ms([lengths[index] for index in own] for own in planned.micro_batches)

@@ -10,6 +10,7 @@ processes may be added while training runs, replaced when they end, and started 
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from hgraph.errors import InvalidInput, PlanError
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from strategies.ahead import PlanAhead, PlannedStep
-from strategies.anytime import Answer, answers, planned_step
+from strategies.anytime import Answer, AnytimePlanner, planned_step
 from strategies.options import PlannerOptions
 from strategies.planner_process import PlannerProcess, ProcessEnded
 
@@ -41,11 +42,12 @@ JOIN_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A submitted step: its answers as they come, and the process that is at work on it."""
+    """A submitted step: its answers as they come (the first, the best so far, the last), and the process at work."""
 
     step: int
     lengths: tuple[int, ...]
     first: Answer | None = None
+    best: Answer | None = None
     last: Answer | None = None
     process: PlannerProcess | None = None
 
@@ -64,8 +66,11 @@ class PlanService:
         self._ahead = ahead or PlanAhead()
         if self._ahead.depth < 1:
             raise InvalidInput(f"plan service: expected a depth of 1 or more, got {self._ahead.depth}")
-        plain = replace(profile, schemes=dict(profile.schemes), bridge_ms=dict(profile.bridge_ms))
+        plain = replace(
+            profile, schemes=dict(profile.schemes), bridge_ms=dict(profile.bridge_ms), absent=dict(profile.absent)
+        )
         self._setup = (pool, plain, options or PlannerOptions())
+        self._pickled = pickle.dumps(self._setup)
         self._changed = threading.Condition()
         self._queue: deque[_Task] = deque()
         self._pending: dict[int, _Task] = {}
@@ -118,7 +123,7 @@ class PlanService:
     def result(self, step: int, timeout_s: float = 300.0) -> PlannedStep:
         """Returns the plan of a submitted step, waiting for it as `ahead.wait` says; raises what planning raised.
 
-        After `timeout_s` the first checked plan is used, where there is one, and says so; where there is none,
+        After `timeout_s` the best plan so far is used, where there is one, and says so; where there is none,
         PlanError names the step, which stays submitted.
         """
         if step not in self._pending:
@@ -126,7 +131,7 @@ class PlanService:
         task = self._pending[step]
         start_s = perf_counter()
         if self._ahead.wait == "best" and self._is_left_to_us(task):
-            for answer in answers(*self._setup[:2], task.lengths, step=step, options=self._setup[2]):
+            for answer in AnytimePlanner(*self._setup).answers(task.lengths, step):
                 self._answer(task, answer)
         wait_s = timeout_s if self._ahead.wait == "best" else 0.0
         if not self._wait_for(task, wait_s) and self._ahead.wait == "best":
@@ -175,25 +180,24 @@ class PlanService:
             return self._changed.wait_for(lambda: task.last is not None, max(0.0, timeout_s - BEHIND_S))
 
     def _give_up(self, task: _Task, timeout_s: float) -> None:
-        """Settles for the first plan of a step that took too long, and ends the process that is at work on it."""
+        """Settles for the best plan of a step that took too long, and ends the process that is at work on it."""
         with self._changed:
             if task.last is not None:
                 return
-            if task.first is None:
+            if task.best is None:
                 raise PlanError(
                     f"plan service: no plan of step {task.step} after {timeout_s:g} s; the planner is still at work"
                 )
-            task.last = _settled(task.first, f"planner process: no better plan after {timeout_s:g} s")
+            task.last = _settled(task.best, f"planner process: no better plan after {timeout_s:g} s")
             if task.process is not None:
                 task.process.kill()
 
     def _early(self, task: _Task) -> Answer:
-        """Returns the first plan of a step whose final one is not there yet; where there is none, it is made here."""
-        if task.first is None or task.first.plan is None:
-            task.first = self._plan_here(task)
-        if task.first.is_last:
-            return task.first
-        return _settled(task.first, "not waited for a better plan")
+        """Returns the best plan of a step whose final one is not there yet; where there is none, one is made here."""
+        if task.best is None:
+            self._answer(task, self._plan_here(task))
+        assert task.best is not None
+        return task.best if task.best.is_last else _settled(task.best, "not waited for a better plan")
 
     def _add_worker(self) -> None:
         number = len(self._threads)
@@ -224,24 +228,27 @@ class PlanService:
         Returns how many have ended in a row.
         """
         while not self._is_closed and failures < MAX_FAILURES:
-            process = PlannerProcess(self._setup)
-            with self._changed:
-                before = self._processes.pop(number, None)
-                self._processes[number] = process
-                if self._is_closed:
-                    process.kill()
-            if before is not None:
-                before.close()
             try:
-                process.wait_until_ready()
+                self._put_in_place(number, PlannerProcess(self._pickled))
+                self._processes[number].wait_until_ready()
                 break
-            except ProcessEnded as ended:
+            except (ProcessEnded, OSError) as ended:
                 failures += 1
                 self._note_end(f"while it started ({ended})", failures)
         with self._changed:
             self._num_ready += 1
             self._changed.notify_all()
         return failures
+
+    def _put_in_place(self, number: int, process: PlannerProcess) -> None:
+        """Makes a process that of its thread, and closes the one before."""
+        with self._changed:
+            before = self._processes.pop(number, None)
+            self._processes[number] = process
+            if self._is_closed:
+                process.kill()
+        if before is not None:
+            before.close()
 
     def _plan(self, number: int, task: _Task, failures: int) -> int:
         """Has a step planned; returns how many processes have ended in a row without a plan."""
@@ -259,8 +266,8 @@ class PlanService:
                 self._num_ready -= 1
             failures = self._start_process(number, failures)
         if not self._is_closed and task.last is None:
-            first = task.first or self._plan_here(task)
-            self._answer(task, first if first.error is not None else _settled(first, f"planner process: {how}"))
+            best = task.best or self._plan_here(task)
+            self._answer(task, best if best.error is not None else _settled(best, f"planner process: {how}"))
         return failures
 
     def _ask(self, process: PlannerProcess, task: _Task) -> None:
@@ -276,6 +283,8 @@ class PlanService:
     def _answer(self, task: _Task, answer: Answer) -> None:
         with self._changed:
             task.first = task.first or answer
+            if task.best is None or _predicted_ms(answer) <= _predicted_ms(task.best):
+                task.best = answer
             if answer.is_last and task.last is None:
                 task.last = answer
             self._changed.notify_all()
@@ -290,11 +299,14 @@ class PlanService:
 
     def _plan_here(self, task: _Task) -> Answer:
         """Returns the first plan; what comes after it is not asked for."""
-        pool, profile, options = self._setup
-        return next(answers(pool, profile, task.lengths, step=task.step, options=options))
+        return next(AnytimePlanner(*self._setup).answers(task.lengths, task.step))
 
 
-def _settled(first: Answer, why: str) -> Answer:
-    """Returns the first answer as the final one; its plan says why."""
-    assert first.plan is not None
-    return replace(first, plan=replace(first.plan, solver=f"{first.plan.solver} ({why})"), is_last=True)
+def _predicted_ms(answer: Answer) -> float:
+    return answer.plan.predicted_ms if answer.plan is not None else float("inf")
+
+
+def _settled(best: Answer, why: str) -> Answer:
+    """Returns an answer as the final one; its plan says why."""
+    assert best.plan is not None
+    return replace(best, plan=replace(best.plan, solver=f"{best.plan.solver} ({why})"), is_last=True)

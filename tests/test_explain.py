@@ -1,4 +1,4 @@
-"""Why a plan is what it is: micro-batches, the sequence that decides, what one more strategy would gain, the picture."""
+"""Why a plan is what it is: micro-batches, the sequence that decides, what one more strategy would gain; its picture."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from hgraph.check_plan import check_plan
 from hgraph.pictures.plan_svg import Bar, Block, plan_svg
-from hgraph.profile import Profile, SchemeCost
+from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cli.plan_tables import Answered, lengths_text, picture_of
 from strategies.explain import deciding, explain
 from strategies.one_more import one_more, schemes_text
 from strategies.options import PlannerOptions
-from strategies.pricing import flow_ms, pool_bound_ms, priced, strategy_bound_ms
+from strategies.pricing import pool_bound_ms, priced, strategy_bound_ms
 from strategies.select import plan_step
 from tests.planner_reference import UNIFORM, batch, cluster, laptop, pool_of, profile_of, strategy
 
@@ -76,7 +76,6 @@ def test_one_more_leaves_out_what_the_pool_has_and_counts_idle_ranks() -> None:
     pool = pool_of(strategy("pair", UNIFORM(2), UNIFORM(2)))
     plan = plan_step(pool, costs, [90, 90, 90, 90], options=QUICK)
     found = one_more(plan, pool, costs, [90, 90, 90, 90])
-    tried = {row.strategy: row for row in found.rows}
     assert found.num_tried == 3, "4 x tp1, one tp3, tp2 and 2 x tp1; 2 x tp2 is there, and nonsense is no scheme"
     assert [(row.strategy, row.idle_ranks) for row in found.rows] == [("tp3", 1)]
     assert found.rows[0].predicted_ms == pytest.approx(37.0) and found.rows[0].gain == pytest.approx(1 - 37 / 73)
@@ -117,14 +116,6 @@ def test_a_bound_without_a_plan() -> None:
         plan = plan_step(alone, PROFILE, [700, 300, 20], options=QUICK)
         assert 0 < strategy_bound_ms(one, PROFILE, [700, 300, 20]) <= plan.predicted_ms * (1 + 1e-12)
     assert strategy_bound_ms(POOL["tp1x4"], PROFILE, [2000]) == float("inf")
-
-
-def test_flow_by_hand() -> None:
-    pool = pool_of(strategy("one", UNIFORM(1, 3), UNIFORM(1)))
-    costs = Profile({"tp1.pp3": SchemeCost(0, 1.0, 2.0, 10), "tp1": SchemeCost(0, 1.0, 100.0, 10)}, {})
-    plan = plan_step(pool, costs, [10, 8, 6], options=QUICK)
-    assert [own.micro_batches for own in plan.replicas][1] == ()
-    assert flow_ms(plan, pool, costs, [10, 8, 6]) == pytest.approx((12 + 10 + 8) + 2 * 12)
 
 
 def test_schemes_and_lengths_as_text() -> None:

@@ -131,6 +131,7 @@ def test_a_timeout_names_the_step_which_stays_submitted(service: PlanService) ->
     assert service.result(8, timeout_s=120).plan.step == 8
 
 
+@pytest.mark.long  # two processes of its own
 def test_a_step_whose_solver_does_not_return_takes_its_first_plan() -> None:
     """The process is stopped between the first answer and the last one; the one after it is planned as ever."""
     batches = batches_of((1, 2))
@@ -269,8 +270,8 @@ def test_where_every_process_ends_steps_are_planned_here() -> None:
             plan = service.result(step, timeout_s=120).plan
             check_plan(plan, POOL, PROFILE, lengths)
             assert plan.solver.startswith("heuristic (planner process: ") and plan.plan_ms > 0
-        service.submit(4, [])
-        with pytest.raises(InvalidInput, match="got an empty batch"):
+        service.submit(4, [5_000])
+        with pytest.raises(InvalidInput, match="sequence 0 has 5,000 tokens"):
             service.result(4)
         notes = service.take_notes()
         assert notes[:3] == 3 * ["a planner process has ended while it started (it ended with exit code 3); replaced"]
@@ -331,7 +332,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("holder", ["alone", "fork"])
+@pytest.mark.parametrize("holder", [pytest.param("alone", marks=pytest.mark.long), "fork"])
 def test_the_process_dies_with_its_parent(holder: str) -> None:
     """With `fork` a child of the parent keeps the socket open; the death of the parent itself has to be noticed."""
     if holder == "fork" and not hasattr(os, "pidfd_open"):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hgraph.check_plan import check_plan
-from hgraph.plan import StepPlan
 from hgraph.profile_file import read_profile_file
 from hgraph.strategy_file import load_pool
 from runtime.config import load_config
+from runtime.saved_plans import read_plans
 from tests.jobs import alive, gone_within, members_of
 
 pytestmark = pytest.mark.gloo
@@ -31,6 +31,9 @@ FIELDS = [
     "tokens_per_s",
     "predicted_ms",
     "measured_ms",
+    "solver",
+    "solver_gain",
+    "first_plan_ms",
     "plan_ms",
     "plan_wait_ms",
     "bridge_bytes",
@@ -105,8 +108,8 @@ def test_a_run_leaves_metrics_plans_and_configuration(folder: Path) -> None:
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     config = load_config(run / "config.yaml")
     assert config.optimizer.lr == 2e-3 and config.name == "run-1"
-    plans = [StepPlan.from_json(line) for line in (run / "plans.jsonl").read_text().splitlines()]
-    assert [plan.strategy for plan in plans] == [line["strategy"] for line in metrics]
+    plans = read_plans(run / "plans.jsonl").steps.values()
+    assert [saved.plan.strategy for saved in plans] == [line["strategy"] for line in metrics]
     assert "steps per strategy" in out and "unigram entropy" in out and "(tp4)" in out
     assert out.count("step   1 ") == 1, "one process prints"
 
@@ -118,12 +121,13 @@ def test_plans_that_were_written_hold_for_the_cached_profile(folder: Path) -> No
     (cached,) = (folder / "cache").glob("profile-*.yaml")
     profile, pool = read_profile_file(cached).profile(4), load_pool(folder / "pool.yaml")
     lengths = [len(json.loads(line)["tokens"]) for line in (folder / "data.jsonl").read_text().splitlines()]
-    plans = [StepPlan.from_json(line) for line in (folder / "runs/tiny/plans.jsonl").read_text().splitlines()]
+    plans = read_plans(folder / "runs/tiny/plans.jsonl").steps.values()
     from hgraph.data import TokenDataset, global_batches
 
     dataset = TokenDataset([[0] * length for length in lengths])
-    for plan, batch in zip(plans, global_batches(dataset, tokens_per_step=800, max_steps=3), strict=True):
-        check_plan(plan, pool, profile, batch.lengths)
+    for saved, batch in zip(plans, global_batches(dataset, tokens_per_step=800, max_steps=3), strict=True):
+        assert saved.lengths == batch.lengths
+        check_plan(saved.plan, pool, profile, batch.lengths)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

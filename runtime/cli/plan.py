@@ -125,11 +125,11 @@ def _answered(
     pool: Pool, profile: Profile, options: PlannerOptions, lengths: list[int], origin: str, is_long: bool
 ) -> Answered:
     """Returns the plan of one batch with what explains it."""
-    from strategies.anytime import answers, planned_step
+    from strategies.anytime import AnytimePlanner, planned_step
     from strategies.explain import deciding, explain
     from strategies.one_more import one_more
 
-    made = list(answers(pool, profile, lengths, step=0, options=options))
+    made = list(AnytimePlanner(pool, profile, options).answers(lengths, 0))
     plan = planned_step(made[0], made[-1]).plan
     answered = Answered(plan, explain(plan, pool, profile, lengths), pool, profile, lengths, origin)
     if not is_long:

@@ -57,9 +57,9 @@ def plan_batches(pool: Pool, profile: Profile, options: PlannerOptions, path: st
     shown = tqdm(batches, unit="batch", file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
     planned = list(_planned(pool, profile, options, batches, shown))
     if as_json:
-        print_json([_as_data(one, pool, profile) for one in planned])
+        print_json([_as_data(one, pool) for one in planned])
         return
-    rows = [_row(number, one, pool, profile) for number, one in enumerate(planned)]
+    rows = [_row(number, one) for number, one in enumerate(planned)]
     title = f"{count_text(len(batches), 'batch')} on {count_text(pool.num_ranks, 'rank')}"
     out().print(table(title, _HEADERS, rows, numbers=(0, 1, 2, 3, 5, 6, 7, 8, 10, 11)))
     click.echo(_summary(planned))
@@ -72,16 +72,17 @@ def _planned(
     batches: Sequence[Sequence[int]],
     shown: Sequence[Sequence[int]],
 ) -> Iterator[PlannedBatch]:
-    from strategies.anytime import answers
+    from strategies.anytime import AnytimePlanner
 
+    planner = AnytimePlanner(pool, profile, options)
     # What is imported and set up once is no part of a plan's time.
-    list(answers(pool, profile, batches[0], step=0, options=options))
+    list(planner.answers(batches[0], 0))
     for number, lengths in enumerate(shown):
         start_s = time.process_time()
-        making = answers(pool, profile, lengths, step=number, options=options)
+        making = planner.answers(lengths, number)
         first = next(making)
         latency_ms = 1e3 * (time.process_time() - start_s)
-        last = first if first.is_last else next(making)
+        *_, last = [first, *making]
         total_ms = 1e3 * (time.process_time() - start_s)
         if last.error is not None:
             raise last.error
@@ -89,13 +90,11 @@ def _planned(
         yield PlannedBatch(lengths, last.plan, first.plan.predicted_ms, latency_ms, total_ms, last.ran_solver)
 
 
-def _as_data(one: PlannedBatch, pool: Pool, profile: Profile) -> dict[str, Any]:
-    from strategies.pricing import flow_ms
-
+def _as_data(one: PlannedBatch, pool: Pool) -> dict[str, Any]:
     plan = one.plan
     return {
         "strategy": plan.strategy,
-        "flow_ms": flow_ms(plan, pool, profile, one.lengths),
+        "flow_ms": plan.flow_ms,
         "simulated_ms": plan.predicted_ms,
         "bound_ms": plan.bound_ms,
         "gap": plan.gap,
@@ -120,17 +119,15 @@ def _degree(degrees: Sequence[int]) -> int | list[int]:
     return degrees[0] if len(set(degrees)) == 1 else list(degrees)
 
 
-def _row(number: int, one: PlannedBatch, pool: Pool, profile: Profile) -> list[str]:
-    from strategies.pricing import flow_ms
-
+def _row(number: int, one: PlannedBatch) -> list[str]:
     plan = one.plan
     return [
         str(number),
         f"{len(one.lengths):,}",
         f"{sum(one.lengths):,}",
-        f"{max(one.lengths):,}",
+        f"{max(one.lengths, default=0):,}",
         plan.strategy,
-        ms_text(flow_ms(plan, pool, profile, one.lengths)),
+        ms_text(plan.flow_ms),
         ms_text(plan.predicted_ms),
         ms_text(plan.bound_ms),
         f"{plan.gap:.2%}",

@@ -64,8 +64,6 @@ def _faults(number: int, batch: Any) -> list[Problem]:
     """Returns what is wrong with one batch; batches and sequences count from 0, as plans do."""
     if not isinstance(batch, list):
         return [Problem(0, f"batch {number}", f"expected a list of lengths, got {describe(batch)}")]
-    if not batch:
-        return [Problem(0, f"batch {number}", "expected at least one sequence, got an empty list; leave it out")]
     return [
         Problem(0, f"batch {number}, sequence {index}", f"expected a length of 1 token or more, got {describe(value)}")
         for index, value in enumerate(batch)
