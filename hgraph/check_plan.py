@@ -6,8 +6,10 @@ Properties
 - Every sequence of the batch is in exactly one micro-batch; indices lie in the batch; no micro-batch is empty.
 - No micro-batch holds more tokens than the limit of its replica's scheme.
 - Predicted times are those of the schedule in use, recomputed; the step's is the slowest replica's plus the bridges.
+- The flow time is recomputed too: the slowest replica's, without the bridges.
 - The bound is positive and not above the predicted time; gap = predicted / bound - 1.
-- Candidates are the pool's strategies, each at most once; none that was planned is faster than the plan.
+- Candidates are the pool's strategies, each at most once; none that was planned is faster than the plan, unless its
+  flow time is known and greater.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from math import isclose, isfinite
 from hgraph.errors import PlanError
 from hgraph.plan import ReplicaPlan, SequencedPlan, StepPlan
 from hgraph.profile import Profile
+from hgraph.simulate import flow_ms as flow_of
 from hgraph.simulate import schedule_ms
 from hgraph.strategy import Pool, Strategy
 
@@ -39,8 +42,10 @@ def check_plan(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[i
     slowest_ms = max(replica.predicted_ms for replica in plan.replicas)
     expected_ms = slowest_ms + profile.bridge_ms.get(strategy.name, 0.0)
     _check_equal(f"{where}: predicted_ms (slowest replica plus bridges)", expected_ms, plan.predicted_ms)
+    flow_ms = _flow_ms(plan, strategy, profile, lengths)
+    _check_equal(f"{where}: flow_ms (slowest replica)", flow_ms, plan.flow_ms)
     _check_bound(plan, where)
-    _check_candidates(plan, names, where)
+    _check_candidates(plan, names, flow_ms + profile.bridge_ms.get(strategy.name, 0.0), where)
 
 
 def check_sequenced_plan(plan: SequencedPlan, pool: Pool, profile: Profile, lengths: Sequence[int]) -> None:
@@ -83,6 +88,17 @@ def check_replica_plans(
         _check_equal(f"{here}: predicted_ms", expected_ms, planned.predicted_ms)
 
 
+def _flow_ms(plan: StepPlan, strategy: Strategy, profile: Profile, lengths: Sequence[int]) -> float:
+    """Returns the greatest flow time of a replica in ms, of micro-batches that have been checked."""
+    return max(
+        flow_of(
+            replica.scheme.pp,
+            [profile.cost(replica.scheme).micro_batch_ms([lengths[s] for s in own]) for own in planned.micro_batches],
+        )
+        for replica, planned in zip(strategy.replicas, plan.replicas, strict=True)
+    )
+
+
 def _check_cover(replicas: Sequence[ReplicaPlan], num_sequences: int, where: str) -> None:
     seen: Counter[int] = Counter()
     for index, replica in enumerate(replicas):
@@ -111,13 +127,15 @@ def _check_bound(plan: StepPlan, where: str) -> None:
         raise PlanError(f"{where}: gap: expected {expected_gap}, got {plan.gap}")
 
 
-def _check_candidates(plan: StepPlan, names: Sequence[str], where: str) -> None:
+def _check_candidates(plan: StepPlan, names: Sequence[str], taken_flow_ms: float, where: str) -> None:
     listed = Counter(candidate.strategy for candidate in plan.candidates)
     for name, count in listed.items():
         if name not in names or count > 1:
             raise PlanError(f"{where}: candidate {name!r} is listed {count} times; the pool has {list(names)}")
     for candidate in plan.candidates:
-        if candidate.predicted_ms is not None and candidate.predicted_ms < plan.predicted_ms * (1 - RELATIVE_TOLERANCE):
+        if candidate.predicted_ms is None or candidate.predicted_ms >= plan.predicted_ms * (1 - RELATIVE_TOLERANCE):
+            continue
+        if candidate.flow_ms is None or candidate.flow_ms <= taken_flow_ms * (1 - RELATIVE_TOLERANCE):
             raise PlanError(
                 f"{where}: candidate {candidate.strategy} was planned at {candidate.predicted_ms} ms, faster than the "
                 f"plan's {plan.predicted_ms} ms"

@@ -79,7 +79,7 @@ class SchemeTable:
         ]
 
     def floors_ms(self, layouts: Sequence[Layout], length: int) -> Floats:
-        """Returns what a sequence of `length` tokens takes alone in each layout: pp (f + c) on its best scheme, in ms."""
+        """Returns what a sequence takes alone in each layout, in ms: pp (f + c) on the best scheme it has."""
         alone_T = self.pp_T * ((self.a_T * length + self.b_T) * length + self.c_T)
         able_ST = (np.array(layouts) > 0) & (self.limit_T >= length)
         return np.asarray(np.where(able_ST, alone_T, np.inf).min(axis=1))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hgraph.check_plan import check_replica_plans
 from hgraph.errors import PlanError
@@ -13,7 +13,7 @@ from hgraph.strategy import Strategy
 from strategies.bound import BoundProblem, bound_problem, closed_form_ms, least_time_ms
 from strategies.bound_program import program_bound_ms
 from strategies.cost import ReplicaKind
-from strategies.heuristic import Assignment, heuristic_assignment, pack_assignment, refine_slowest
+from strategies.heuristic import Assignment, Start, pack_assignment, refine_slowest, searched, value_ms
 from strategies.integer_program import ProgramAnswer, SolveFunction, program_for, solve
 from strategies.options import PlannerOptions
 from strategies.packing import Packer, ordered
@@ -21,6 +21,8 @@ from strategies.packing import Packer, ordered
 __all__ = ["EQUAL", "Planned", "Search", "plan_strategy", "replica_plans"]
 
 EQUAL = 1e-9
+SEARCHED_WITHIN = 0.05
+ENOUGH_OF_GAP = 0.1
 
 
 @dataclass(slots=True)
@@ -48,6 +50,10 @@ class Planned:
     def step_ms(self) -> float:
         return self.assignment.ms + self.bridge_ms if self.assignment is not None else float("inf")
 
+    @property
+    def step_flow_ms(self) -> float:
+        return self.assignment.flow_ms + self.bridge_ms if self.assignment is not None else float("inf")
+
     def take(self, assignment: Assignment) -> None:
         """Makes `assignment` the strategy's plan; a bound is never above it, rounding included."""
         self.assignment = assignment
@@ -73,13 +79,19 @@ class Search:
     profile: Profile
     options: PlannerOptions
     planned: list[Planned]
-    packer: Packer = field(default_factory=Packer)
+    packer: Packer
 
     @property
     def best(self) -> Planned:
-        """The fastest strategy so far; of equal ones the first in the pool's order."""
-        fastest_ms = min(one.step_ms for one in self.planned)
-        return next(one for one in self.planned if one.step_ms <= fastest_ms * (1.0 + EQUAL))
+        """The strategy of least simulated time among those of least flow time, give or take the slack.
+
+        Of equal ones the first in the pool's order.
+        """
+        slack = 0.0 if self.options.objective == "flow" else self.options.flow_slack
+        limit_ms = min(one.step_flow_ms for one in self.planned) * (1.0 + slack) * (1.0 + EQUAL)
+        able = [one for one in self.planned if one.step_flow_ms <= limit_ms]
+        fastest_ms = min(one.step_ms for one in able)
+        return next(one for one in able if one.step_ms <= fastest_ms * (1.0 + EQUAL))
 
     @property
     def bound_ms(self) -> float:
@@ -96,13 +108,22 @@ class Search:
         return self.gap <= self.options.gap
 
     def run_heuristics(self) -> None:
-        """Plans strategies in order of their bounds, leaving out those whose bound exceeds the best plan so far."""
-        best_ms = float("inf")
-        for one in sorted(self.planned, key=lambda one: one.step_bound_ms):
-            if one.step_bound_ms > best_ms * (1.0 + EQUAL):
-                return
-            one.take(heuristic_assignment(one.kinds, self.lengths, self.packer, self.options.max_rounds))
+        """Plans strategies, those that dispatch best first, leaving out those whose bound exceeds the best plan so far.
+
+        A strategy whose dispatch is far from the best plan is packed as it is, without a search.
+        """
+        starts = [(one, Start.of(one.kinds, self.lengths)) for one in self.planned]
+        rounds = self.options.max_rounds
+        best_ms = limit_ms = float("inf")
+        for one, start in sorted(starts, key=lambda pair: pair[1].ms + pair[0].bridge_ms):
+            if one.step_bound_ms > limit_ms * (1.0 + EQUAL):
+                continue
+            is_near = start.ms + one.bridge_ms <= best_ms * (1.0 + SEARCHED_WITHIN)
+            enough_ms = one.bound_ms * (1.0 + self.options.gap * ENOUGH_OF_GAP)
+            one.take(searched(start, self.lengths, self.packer, rounds if is_near else 0, enough_ms))
             best_ms = min(best_ms, one.step_ms)
+            # A plan of less flow time may be preferred to a faster one, but none is faster than its bound.
+            limit_ms = min(limit_ms, one.step_flow_ms)
 
     def sharpen_bounds(self) -> None:
         """Solves the bound's linear program for the strategy of the least bound, while that can close the gap."""
@@ -114,8 +135,13 @@ class Search:
             lowest.bound_ms = sharp_ms if lowest.assignment is None else min(sharp_ms, lowest.assignment.ms)
             lowest.is_sharp = True
 
-    def run_programs(self, solve_with: SolveFunction) -> None:
-        """Runs integer programs, fastest heuristic plan first, until the gap is closed or enough have run."""
+    def improvements(self, solve_with: SolveFunction) -> Iterator[None]:
+        """Yields after each thing done for a smaller gap, until it is closed or nothing is left to do.
+
+        First the bounds are sharpened; then integer programs run, fastest heuristic plan first.
+        """
+        self.sharpen_bounds()
+        yield
         candidates = sorted((one for one in self.planned if one.assignment is not None), key=lambda one: one.step_ms)
         for one in candidates[: self.options.max_programs]:
             best_ms = self.best.step_ms
@@ -123,6 +149,7 @@ class Search:
             if self.is_good_enough or one.step_bound_ms > best_ms or too_slow:
                 continue
             self._improve(one, best_ms, solve_with)
+            yield
 
     def _improve(self, one: Planned, best_ms: float, solve_with: SolveFunction) -> None:
         """Takes the program's plan of a strategy if it is sound and faster than what there is; notes what happened."""
@@ -141,7 +168,7 @@ class Search:
         except PlanError as error:
             one.fell_back = str(error)
             return
-        if assignment.ms >= one.assignment.ms * (1.0 - EQUAL):
+        if value_ms(assignment, self.packer) >= value_ms(one.assignment, self.packer) * (1.0 - EQUAL):
             one.fell_back = f"{answer.status}, no faster plan"
             return
         one.take(assignment)
@@ -152,7 +179,7 @@ class Search:
         assert answer.groups is not None
         groups = [*answer.groups, *((),) * (len(one.kinds) - len(answer.groups))]
         if is_slots:
-            return refine_slowest(one.kinds, self.lengths, _as_given(one.kinds, groups, self.lengths))
+            return refine_slowest(one.kinds, self.lengths, _as_given(one.kinds, groups, self.lengths), self.packer)
         replicas = [own[0] if own else () for own in groups]
         for replica, (kind, own) in enumerate(zip(one.kinds, replicas, strict=True)):
             longest = max((self.lengths[index] for index in own), default=0)
@@ -161,7 +188,8 @@ class Search:
                     f"{answer.status}, but its plan, replica {replica}: a sequence of {longest:,} tokens exceeds the "
                     f"limit of {kind.max_tokens:,}"
                 )
-        return refine_slowest(one.kinds, self.lengths, pack_assignment(one.kinds, replicas, self.lengths, self.packer))
+        packed = pack_assignment(one.kinds, replicas, self.lengths, self.packer)
+        return refine_slowest(one.kinds, self.lengths, packed, self.packer)
 
 
 def _as_given(

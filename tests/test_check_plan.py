@@ -25,7 +25,14 @@ LENGTHS = [6, 4, 9]
 CANDIDATES = (Candidate("two", 18.0, 15.0, "taken"), Candidate("pipe", None, 40.0, "slow"))
 # Replica 0 runs 6 and 4 in one micro-batch: 12 ms; replica 1 runs 9: 11 ms; bridges 4 ms.
 PLAN = StepPlan(
-    3, "two", (ReplicaPlan(((0, 1),), 12.0), ReplicaPlan(((2,),), 11.0)), 16.0, 15.0, 16 / 15 - 1, "heuristic"
+    3,
+    "two",
+    (ReplicaPlan(((0, 1),), 12.0), ReplicaPlan(((2,),), 11.0)),
+    16.0,
+    15.0,
+    16 / 15 - 1,
+    "heuristic",
+    flow_ms=12.0,
 )
 
 
@@ -43,7 +50,7 @@ def test_a_sound_plan_passes() -> None:
 def test_a_pipelined_plan_passes_with_its_schedule() -> None:
     # One micro-batch of 10 tokens: 36 ms in each of two stages.
     pipe = (ReplicaPlan(((0, 1),), 72.0), ReplicaPlan(((2,),), 11.0))
-    check_plan(StepPlan(0, "pipe", pipe, 72.0, 72.0, 0.0, "heuristic"), POOL, PROFILE, LENGTHS)
+    check_plan(StepPlan(0, "pipe", pipe, 72.0, 72.0, 0.0, "heuristic", flow_ms=72.0), POOL, PROFILE, LENGTHS)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,18 @@ def test_a_cluster_file_gives_nodes() -> None:
     assert "tp4" not in data["left_out"]  # measured, though it spans nodes of two
 
 
+def test_more_nodes_like_those_of_a_cluster() -> None:
+    few = ("--tokens", "20000", "--batches", "2", "--longest", "800", "--cluster", "8x8-a800", "--out", "pool.yaml")
+    known = ("propose", "--profile", "llama-7b.a800-80gb", "--lengths", "lengths.json", "--ranks", "32")
+    data = proposed(*known, *few, "--also", "tp4.cp2,tp16.pp2")
+    assert data["ranks"] == 32
+    assert {"tp4.cp2", "tp16.pp2"} <= set(data["left_out"])
+    assert "tp4.cp2" not in proposed(*known, *few, "--also", "tp4.cp2", "--with-cp", "--force")["left_out"]
+    assert "analytic costs depend on the links" in message(*SMALL, "--also", "tp1.cp2", "--force")
+
+
 def test_what_is_refused() -> None:
-    assert "expected the cluster: --cluster NAME|FILE, or --ranks N" in message(*BASE, "--tokens", "100")
+    assert "expected the cluster: --cluster NAME|FILE, --ranks N, or both" in message(*BASE, "--tokens", "100")
     assert "expected a multiple of 4" in message(*BASE, "--ranks", "6", "--tokens", "100")
     assert "--batches: expected 1 or more" in message(*SMALL, "--batches", "0")
     assert "expected tokens of 1 or more, got 0" in message(*SMALL, "--tokens", "0")

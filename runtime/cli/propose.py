@@ -16,7 +16,8 @@ import click
 from hgraph.errors import InvalidInput
 from hgraph.profile_file import ProfileFile, read_profile_file
 from hgraph.strategy_file import write_pool
-from hgraph.topology import Topology, uniform
+from hgraph.topology import Node, Topology, uniform
+from hgraph.topology_file import ASSUMED_LOCAL, ASSUMED_NETWORK
 from runtime.cli.options import check_folder, json_option, load_cluster, out, print_json, table
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ class _Request:
 @click.option("--lengths", metavar="NAME|FILE", required=True, help="Lengths: web-docs, or a JSON file.")
 @click.option("--tokens", type=int, required=True, help="Tokens of a step.")
 @click.option("--cluster", metavar="NAME|FILE", help="Nodes: a cluster file, or a name such as 8x8-a800.")
-@click.option(
-    "--ranks", type=int, help="In place of a cluster: so many ranks, in nodes as the profile's device has them."
-)
+@click.option("--ranks", type=int, help="So many ranks, in nodes like the cluster's, or without one the profile's.")
 @click.option("--longest", type=int, help="Cut longer sequences to so many tokens. Default: the longest there is.")
 @click.option("--out", "out_path", metavar="POOL.yaml", required=True, help="Where the pool is written.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
@@ -80,6 +79,7 @@ class _Request:
 )
 @click.option("--with-cp", is_flag=True, help="Use context parallelism: such a pool can be planned, not trained yet.")
 @click.option("--across-nodes", is_flag=True, help="Use stages wider than a node whose costs are only analytic, too.")
+@click.option("--also", metavar="SCHEMES", help="Schemes nobody measured, with analytic costs: tp8.cp2,tp16.pp2.")
 @json_option
 def command(out_path: str, force: bool, as_json: bool, **asked: Any) -> None:
     """Propose a pool of strategies for a cluster, ready to train.
@@ -124,11 +124,14 @@ def _request(asked: dict[str, Any]) -> _Request:
     if asked["num_batches"] < 1:
         raise InvalidInput(f"--batches: expected 1 or more, got {asked['num_batches']}")
     costs, data = read_profile_file(asked["profile"]), read_lengths(asked["lengths"])
+    topology = _topology(asked["cluster"], asked["ranks"], costs)
+    if asked["also"] is not None:
+        costs = _with_analytic(costs, asked["also"], topology, asked["cluster"])
     longest = asked["longest"]
     return _Request(
         profile=os.path.basename(asked["profile"]),
         lengths=os.path.basename(asked["lengths"]),
-        topology=_topology(asked["cluster"], asked["ranks"], costs),
+        topology=topology,
         costs=costs,
         data=data,
         longest=longest if longest is not None else int(data.lengths.max()),
@@ -137,24 +140,49 @@ def _request(asked: dict[str, Any]) -> _Request:
     )
 
 
+def _with_analytic(costs: ProfileFile, also: str, topology: Topology, cluster: str | None) -> ProfileFile:
+    from hgraph.analytic_cost import with_analytic
+
+    if cluster is None:
+        raise InvalidInput("--also: analytic costs depend on the links; give --cluster, too")
+    return with_analytic(costs, [name.strip() for name in also.split(",")], topology)
+
+
 def _topology(cluster: str | None, ranks: int | None, costs: ProfileFile) -> Topology:
-    if (cluster is None) == (ranks is None):
-        raise InvalidInput("expected the cluster: --cluster NAME|FILE, or --ranks N")
-    if cluster is not None:
-        return load_cluster(cluster, 1)
-    assert ranks is not None
+    """Returns the cluster's nodes, so many like them, or so many as the profile's device has them."""
+    if cluster is None and ranks is None:
+        raise InvalidInput("expected the cluster: --cluster NAME|FILE, --ranks N, or both")
+    if ranks is None:
+        return load_cluster(str(cluster), 1)
     if ranks < 1:
         raise InvalidInput(f"--ranks: expected 1 or more, got {ranks}")
-    from hgraph.topology_file import ASSUMED_LOCAL, ASSUMED_NETWORK
-
     per_node = min(ranks, costs.device.per_node) if costs.device is not None else ranks
+    node = Node("node0", tuple(range(per_node)), ASSUMED_LOCAL, ASSUMED_NETWORK)
+    if cluster is not None:
+        node = _only_kind(load_cluster(cluster, 1), cluster)
+    per_node = min(ranks, len(node.ranks))
     if ranks % per_node:
         raise InvalidInput(
-            f"--ranks: expected a multiple of {per_node}, the devices of a node in the profile, got {ranks}; describe "
-            "other nodes in a cluster file and give --cluster"
+            f"--ranks: expected a multiple of {per_node}, the ranks of a node, got {ranks}; describe other nodes in a "
+            "cluster file and give --cluster alone"
         )
-    name = f"{ranks // per_node} nodes of {per_node}"
-    return uniform(name, ranks // per_node, per_node, ASSUMED_LOCAL, ASSUMED_NETWORK)
+    shared = node.ranks_per_port if per_node % node.ranks_per_port == 0 else 1
+    return uniform(
+        f"{ranks // per_node} nodes of {per_node}", ranks // per_node, per_node, node.local, node.network,
+        memory_gib=node.memory_gib, ranks_per_port=shared,
+    )  # fmt: skip
+
+
+def _only_kind(topology: Topology, name: str) -> Node:
+    """Returns the one kind of node a cluster has."""
+    kinds = {
+        (len(node.ranks), node.local, node.network, node.memory_gib, node.ranks_per_port) for node in topology.nodes
+    }
+    if len(kinds) > 1:
+        raise InvalidInput(
+            f"--ranks: expected a cluster of equal nodes to take more of, got {len(kinds)} kinds in {name}"
+        )
+    return topology.nodes[0]
 
 
 def _check_output(path: str, force: bool) -> None:
