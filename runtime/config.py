@@ -23,6 +23,7 @@ from hgraph.yaml_report import STRICT, Document, Key, key_text, problems_of, rea
 from runtime.corpus.config import CorpusConfig
 from runtime.models.llama import LlamaConfig
 from runtime.optimizer import AdamW
+from strategies.ahead import PlanAhead
 from strategies.options import PlannerOptions
 
 __all__ = [
@@ -165,9 +166,14 @@ class MemoryConfig:
 
 @settings
 class PlannerConfig:
-    """How hard to plan, and how many steps ahead (`depth`). The other settings are those of `PlannerOptions`."""
+    """How hard to plan (as `PlannerOptions`), and how far ahead, by how many processes at most (as `PlanAhead`).
+
+    `wait`: a step waits for its `best` plan, or takes whatever is there, at worst the `first` (not reproducible).
+    """
 
     depth: Positive = 2
+    workers: Positive = 2
+    wait: Literal["best", "first"] = "best"
     gap: ZeroOrMore = 0.005
     only: str | None = None
     program: bool = True
@@ -176,8 +182,12 @@ class PlannerConfig:
 
     def options(self) -> PlannerOptions:
         """Returns the settings of one plan."""
-        values = {key: value for key, value in asdict(self).items() if key != "depth"}
+        values = {key: value for key, value in asdict(self).items() if key not in ("depth", "workers", "wait")}
         return PlannerOptions(**values)
+
+    def ahead(self) -> PlanAhead:
+        """Returns the settings of planning ahead."""
+        return PlanAhead(self.depth, self.workers, self.wait)
 
 
 @settings
