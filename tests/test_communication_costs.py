@@ -84,9 +84,7 @@ class TestResized:
         assert resized(CLUSTER, 16).nodes[3].ranks_per_port == 2
 
     def test_a_part_of_a_node_more(self) -> None:
-        with pytest.raises(
-            InvalidInput, match="cluster test: expected a multiple of its 4 ranks per node, got 6 ranks"
-        ):
+        with pytest.raises(InvalidInput, match="test: expected a multiple of its 4 ranks per node, got 6 ranks"):
             resized(CLUSTER, 6)
 
     def test_nodes_that_differ(self) -> None:
