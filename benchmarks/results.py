@@ -42,7 +42,8 @@ CLUSTER = "8x8-a800"
 LARGER_SCHEMES = ("tp8.cp2", "tp8.cp4", "tp16.cp2", "tp16.cp4", "tp32", "tp16.pp2", "tp16.pp4")
 """Schemes for the longest sequences on 1,024 GPUs; nobody measured them, so their costs are analytic."""
 CALIBRATION = 3
-SEED = 0
+SEED = 1_000
+"""Not that of any proposal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,10 @@ def _notes(result: Result) -> list[str]:
     return notes
 
 
+def _lengths(result: Result) -> str:
+    return str(result["lengths"])
+
+
 def _large(results: Sequence[Result]) -> list[str]:
     """What bounds 1,024 GPUs, and what larger schemes for the longest sequences would gain."""
     own = [result for result in results if result["longest"] == 32_768]

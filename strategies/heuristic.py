@@ -33,6 +33,7 @@ __all__ = [
 CORRECTIONS = 3
 TRIALS = 4
 MAX_EXACT_ROUNDS = 12
+MAX_EXACT_SEQUENCES = 1_000
 IMPROVEMENT = 1.0 - 1e-9
 
 
@@ -66,23 +67,23 @@ def by_length(indices: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """One strategy after longest-first dispatch: `order[p]` is the index of the p-th longest sequence."""
+    """One strategy after longest-first dispatch: `order[p]` is the index of the p-th longest sequence.
+
+    `ms` is the slowest replica's time by the closed form.
+    """
 
     fleet: Fleet
     order: tuple[int, ...]
     replica_M: Ints
+    ms: float
 
     @staticmethod
     def of(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> Start:
         """Returns the dispatch of every sequence to one of `kinds`; each sequence must fit some kind."""
         order = by_length(range(len(lengths)), lengths)
         fleet = Fleet.of(kinds, [lengths[index] for index in order])
-        return Start(fleet, order, np.array(dispatch(fleet), dtype=np.int64))
-
-    @property
-    def ms(self) -> float:
-        """The slowest replica's time in ms, by the closed form."""
-        return float(Loads(self.fleet, self.replica_M).ms_R.max())
+        replica_M = np.array(dispatch(fleet), dtype=np.int64)
+        return Start(fleet, order, replica_M, float(Loads(fleet, replica_M).ms_R.max()))
 
 
 def heuristic_assignment(
@@ -107,11 +108,9 @@ def searched(
         if max_rounds == 0 or loads.ms_R.max() <= expected_ms * (1 + 1e-9):
             break
     assert best is not None
-    if not start.fleet.is_pipelined or max_rounds == 0:
+    if not start.fleet.is_pipelined or len(lengths) > MAX_EXACT_SEQUENCES:
         return best
-    best = _exact_search(start.fleet, start.order, lengths, best, packer, min(max_rounds, MAX_EXACT_ROUNDS))
-    kinds = [start.fleet.kind_of(replica) for replica in range(start.fleet.num_replicas)]
-    return refine_slowest(kinds, lengths, best, packer)
+    return _exact_search(start.fleet, start.order, lengths, best, packer, min(max_rounds, MAX_EXACT_ROUNDS))
 
 
 def value_ms(assignment: Assignment, packer: Packer) -> float:

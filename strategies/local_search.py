@@ -4,8 +4,8 @@ One round looks at every sequence of the slowest replica and at every replica an
 or swap after which the slower of the two replicas is fastest. Where none helps, pairs of sequences are exchanged with
 the replicas that are done first. The times of the replicas, sorted, fall with every step, so the search ends.
 
-Symbols: I sequences of the slowest replica (one for each length), J = M + R: all sequences, then "nothing" of each
-replica; A, B groups of up to two sequences.
+Symbols: I sequences of the slowest replica (one for each length); J sequences of the other replicas, then "nothing" of
+each of them; A, B groups of up to two sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ __all__ = ["Exchange", "Loads", "exchanges", "relieve"]
 
 IMPROVEMENT = 1.0 - 1e-9
 MAX_GROUP_MEMBERS = 14
+MAX_OTHERS = 32
+MAX_OWN = 48
+MAX_THEIRS = 512
 MAX_PARTNERS = 4
+NOTHING = -1
 MAX_PAIR_ROUNDS = 24
 
 
@@ -49,13 +53,21 @@ class Loads:
         self.longest_2R = np.zeros((2, num))
         self.first_R = np.full(num, -1)
         if fleet.is_pipelined:
-            for replica in range(num):
-                self._find_longest(replica)
+            self._find_all_longest(own_M)
         self.ms_R = self._times()
 
     def members(self, replica: int) -> Ints:
         """Returns the sequences of a replica, longest first."""
         return np.flatnonzero(self.replica_M == replica)
+
+    def _find_all_longest(self, own_M: Floats) -> None:
+        """Sets the longest two sequences of every replica; lengths fall, so they are the first two of each."""
+        replicas, first = np.unique(self.replica_M, return_index=True)
+        self.first_R[replicas] = first
+        self.longest_2R[0, replicas] = own_M[first]
+        rest = np.delete(np.arange(len(self.replica_M)), first)
+        replicas, second = np.unique(self.replica_M[rest], return_index=True)
+        self.longest_2R[1, replicas] = own_M[rest[second]]
 
     def _find_longest(self, replica: int) -> None:
         own = self.members(replica)[:2]
@@ -98,7 +110,7 @@ def relieve(loads: Loads, max_rounds: int, enough_ms: float = 0.0) -> None:
         slowest = int(loads.ms_R.argmax())
         if loads.ms_R[slowest] <= enough_ms:
             return
-        found = next(iter(exchanges(loads, slowest, 1)), None)
+        found = next(iter(exchanges(loads, slowest, 1)), None) if loads.fleet.num_replicas > 1 else None
         if found is None and pair_rounds < MAX_PAIR_ROUNDS:
             found = _group_exchange(loads, slowest)
             pair_rounds += 1
@@ -113,62 +125,73 @@ def _one_per_length(length_M: Floats, own: Ints) -> Ints:
     return np.asarray(own[keep])
 
 
+def _spread(values: Ints, count: int) -> Ints:
+    """Returns `values`, or `count` of them, evenly spread."""
+    if len(values) <= count:
+        return values
+    return np.asarray(values[np.linspace(0, len(values) - 1, count).astype(np.int64)])
+
+
 def exchanges(loads: Loads, slowest: int, count: int) -> list[Exchange]:
-    """Returns up to `count` moves and swaps of single sequences that relieve the slowest replica, the best first."""
+    """Returns up to `count` moves and swaps of single sequences that relieve the slowest replica, the best first.
+
+    The other replica is one of the `MAX_OTHERS` that are done first; of very many sequences, some of all lengths.
+    """
     fleet = loads.fleet
-    own_I = _one_per_length(fleet.length_M, loads.members(slowest))
-    num_replicas, num_sequences = fleet.num_replicas, len(fleet.length_M)
-    other_J = np.concatenate([loads.replica_M, np.arange(num_replicas)])
-    length_J = np.concatenate([fleet.length_M, np.zeros(num_replicas)])
-    my_kind = fleet.kind_R[slowest]
-    kind_J = fleet.kind_R[other_J]
-    at_J = np.arange(num_sequences)
-    taken_here_J = np.concatenate([fleet.work_TM[my_kind], np.zeros(num_replicas)])
-    taken_there_J = np.zeros(len(other_J))
-    taken_there_J[:num_sequences] = fleet.work_TM[kind_J[:num_sequences], at_J]
-    given_here_I = fleet.work_TM[my_kind, own_I]
-    given_there_IJ = fleet.work_TM[:, own_I].T[:, kind_J]
-    length_I = fleet.length_M[own_I]
-    my_longest_IJ, their_longest_IJ = None, None
-    if fleet.is_pipelined:
-        rest_I = np.where(own_I == loads.first_R[slowest], loads.longest_2R[1, slowest], loads.longest_2R[0, slowest])
-        rest_J = loads.longest_2R[0][other_J]
-        is_first_J = loads.first_R[other_J[:num_sequences]] == at_J
-        rest_J[:num_sequences][is_first_J] = loads.longest_2R[1][other_J[:num_sequences]][is_first_J]
-        my_longest_IJ = np.maximum(rest_I[:, None], taken_here_J)
-        their_longest_IJ = np.maximum(rest_J, given_there_IJ)
-    difference_IJ = length_J - length_I[:, None]
-    mine_IJ = loads.after_ms(
-        slowest,
-        loads.work_R[slowest] + (taken_here_J - given_here_I[:, None]),
-        loads.tokens_R[slowest] + difference_IJ,
-        my_longest_IJ,
-    )
-    theirs_IJ = loads.after_ms(
-        other_J,
-        (loads.work_R[other_J] - taken_there_J) + given_there_IJ,
-        loads.tokens_R[other_J] - difference_IJ,
-        their_longest_IJ,
-    )
-    worse_IJ = np.maximum(mine_IJ, theirs_IJ)
-    worse_IJ[:, (other_J == slowest) | (length_J > fleet.limit_R[slowest])] = np.inf
-    worse_IJ[length_I[:, None] > fleet.limit_R[other_J]] = np.inf
+    own_I = _spread(_one_per_length(fleet.length_M, loads.members(slowest)), MAX_OWN)
+    others = _done_first(loads, slowest, MAX_OTHERS)
+    is_other = np.zeros(fleet.num_replicas, dtype=bool)
+    is_other[others] = True
+    theirs = _spread(np.flatnonzero(is_other[loads.replica_M]), MAX_THEIRS)
+    taken_J = np.append(theirs, np.full(len(others), NOTHING))
+    other_J = np.concatenate([loads.replica_M[theirs], others])
+    worse_IJ = _worse_after_swap(loads, slowest, own_I, other_J, taken_J)
     flat = worse_IJ.ravel()
     best = [int(flat.argmin())] if count == 1 else np.argsort(flat, kind="stable")[:count].tolist()
     found = []
     for row, column in (divmod(at, len(other_J)) for at in best if flat[at] < loads.ms_R[slowest] * IMPROVEMENT):
-        taken = (column,) if column < num_sequences else ()
+        taken = (int(taken_J[column]),) if taken_J[column] != NOTHING else ()
         found.append(Exchange(float(worse_IJ[row, column]), slowest, (int(own_I[row]),), int(other_J[column]), taken))
     return found
+
+
+def _done_first(loads: Loads, slowest: int, count: int) -> Ints:
+    """Returns up to `count` replicas other than the slowest, in order of their times."""
+    order = np.argsort(loads.ms_R, kind="stable")
+    return np.asarray(order[order != slowest][:count])
+
+
+def _worse_after_swap(loads: Loads, slowest: int, own_I: Ints, other_J: Ints, taken_J: Ints) -> Floats:
+    """Returns the time in ms of the slower replica after `own_I` goes to `other_J` for `taken_J`; inf where unfit."""
+    fleet = loads.fleet
+    is_real_J = taken_J != NOTHING
+    length_I, length_J = fleet.length_M[own_I], np.where(is_real_J, fleet.length_M[taken_J], 0.0)
+    here_M, kind_J = fleet.work_TM[fleet.kind_R[slowest]], fleet.kind_R[other_J]
+    taken_here_J = np.where(is_real_J, here_M[taken_J], 0.0)
+    taken_there_J = np.where(is_real_J, fleet.work_TM[kind_J, taken_J], 0.0)
+    given_there_IJ = fleet.work_TM[:, own_I].T[:, kind_J]
+    my_longest_IJ = their_longest_IJ = None
+    if fleet.is_pipelined:
+        first, second = loads.longest_2R
+        rest_I = np.where(own_I == loads.first_R[slowest], second[slowest], first[slowest])
+        rest_J = np.where(is_real_J & (loads.first_R[other_J] == taken_J), second[other_J], first[other_J])
+        my_longest_IJ = np.maximum(rest_I[:, None], taken_here_J)
+        their_longest_IJ = np.maximum(rest_J, given_there_IJ)
+    difference_IJ = length_J - length_I[:, None]
+    my_work_IJ = loads.work_R[slowest] + (taken_here_J - here_M[own_I][:, None])
+    their_work_IJ = (loads.work_R[other_J] - taken_there_J) + given_there_IJ
+    mine_IJ = loads.after_ms(slowest, my_work_IJ, loads.tokens_R[slowest] + difference_IJ, my_longest_IJ)
+    theirs_IJ = loads.after_ms(other_J, their_work_IJ, loads.tokens_R[other_J] - difference_IJ, their_longest_IJ)
+    worse_IJ = np.maximum(mine_IJ, theirs_IJ)
+    worse_IJ[:, length_J > fleet.limit_R[slowest]] = np.inf
+    worse_IJ[length_I[:, None] > fleet.limit_R[other_J]] = np.inf
+    return worse_IJ
 
 
 def _groups(length_M: Floats, own: Ints) -> Ints:
     """Returns rows: nothing, single sequences and pairs, M standing for nothing; of lengths spread over `own`."""
     nothing = len(length_M)
-    own = _one_per_length(length_M, own)
-    if len(own) > MAX_GROUP_MEMBERS:
-        own = own[np.unique(np.linspace(0, len(own) - 1, MAX_GROUP_MEMBERS).astype(np.int64))]
-    own = np.append(own, nothing)
+    own = np.append(_spread(_one_per_length(length_M, own), MAX_GROUP_MEMBERS), nothing)
     first, second = np.triu_indices(len(own), 1)
     return np.concatenate([[[nothing, nothing]], np.stack([own[first], own[second]], axis=1)])
 
@@ -178,9 +201,8 @@ def _group_exchange(loads: Loads, slowest: int) -> Exchange | None:
     length_M = loads.fleet.length_M
     group_A = _groups(length_M, loads.members(slowest))
     limit_ms = loads.ms_R[slowest] * IMPROVEMENT
-    partners = [int(other) for other in np.argsort(loads.ms_R, kind="stable")[:MAX_PARTNERS] if other != slowest]
     best: Exchange | None = None
-    for other in partners:
+    for other in _done_first(loads, slowest, MAX_PARTNERS).tolist():
         group_B = _groups(length_M, loads.members(other))
         worse_AB = _worse_after(loads, slowest, group_A, other, group_B)
         at = int(worse_AB.argmin())

@@ -81,6 +81,15 @@ def test_a_pipelined_plan_passes_with_its_schedule() -> None:
         ({"candidates": (Candidate("four", None, None, ""),)}, "candidate 'four' is listed 1 times"),
         ({"candidates": CANDIDATES[1:] * 2}, "candidate 'pipe' is listed 2 times"),
         (
+            {"candidates": (Candidate("two", 16.0, 15.0, ""), Candidate("pipe", 20.0, 21.0, ""))},
+            "candidate pipe: bound_ms 21.0 is above its predicted time of 20.0 ms",
+        ),
+        (
+            {"candidates": (Candidate("two", 16.0, 15.0, ""), Candidate("pipe", None, 14.0, ""))},
+            "bound_ms (the least of the candidates'): expected 14.0, got 15.0",
+        ),
+        ({"flow_ms": 11.0}, "flow_ms (slowest replica): expected 12.0, got 11.0"),
+        (
             {"candidates": (Candidate("pipe", 15.0, 1.0, ""),)},
             "candidate pipe was planned at 15.0 ms, faster than the plan's 16.0 ms",
         ),
@@ -97,7 +106,9 @@ def test_the_limit_counts_true_lengths() -> None:
     wide = Profile({"tp1": SchemeCost(0.0, 1.0, 2.0, 16_384)}, {})
     lengths = [100] * 100
     pool = Pool(1, (Strategy("one", (Replica(SCHEME, (0,)),)),))
-    plan = StepPlan(0, "one", (ReplicaPlan((tuple(range(100)),), 10_002.0),), 10_002.0, 10_002.0, 0.0, "heuristic")
+    plan = StepPlan(
+        0, "one", (ReplicaPlan((tuple(range(100)),), 10_002.0),), 10_002.0, 10_002.0, 0.0, "heuristic", flow_ms=10_002.0
+    )
     check_plan(plan, pool, wide, lengths)
 
 
