@@ -22,10 +22,15 @@ from hgraph.errors import InvalidInput
 from strategies.layout_estimate import estimate_ms
 from strategies.scheme_table import Floats, Ints, Layout, SchemeTable
 
-__all__ = ["MixSearch", "ideal_mix", "usable_ranks"]
+__all__ = ["AT_FLOOR", "MixSearch", "ideal_mix", "usable_ranks"]
 
 BISECTIONS = 40
 MAX_ROUNDS = 30
+MAX_WORK = 30_000_000
+"""Layouts x replicas x sequences of one round of exchanges."""
+
+AT_FLOOR = 1e-3
+"""An estimate this near to what the longest sequence takes alone cannot be improved on."""
 EXCHANGED_RANKS = 32
 COUNTS = (1, 2, 3, 4, 6, 8)
 
@@ -95,10 +100,15 @@ class MixSearch:
         _, mix_T = ideal_mix(self.table, self.num_ranks, lengths)
         first = {*starts, *self.table.homogeneous(self.num_ranks), *self._rounded(mix_T)}
         known = self._estimated(sorted(first), lengths)
-        for _ in range(MAX_ROUNDS):
+        alone_ms = float(self.table.floors_ms([(1,) * len(self.table)], max(lengths))[0])
+        for turn in range(MAX_ROUNDS):
             best = min(known, key=lambda layout: (known[layout], layout))
+            if known[best] <= alone_ms * (1.0 + AT_FLOOR):
+                break  # the longest sequence alone takes as long
             new = [layout for layout in self._neighbours(best) if layout not in known]
-            found = self._estimated(new, lengths)
+            # So many at most that large clusters do not take for ever; other ones each time.
+            stride = -(-len(new) * sum(best) * len(lengths) // MAX_WORK) or 1
+            found = self._estimated(new[turn % stride :: stride], lengths)
             known.update(found)
             if not found or min(found.values()) >= known[best]:
                 break

@@ -8,7 +8,7 @@ from hgraph.errors import InvalidInput
 from hgraph.strategy import Pool
 from strategies.scheme_table import Layout
 
-__all__ = ["Proposal", "ProposalOptions", "ProposedStrategy"]
+__all__ = ["Proposal", "ProposalOptions", "ProposedStrategy", "usual_batches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +74,8 @@ class Proposal:
     num_planned: int
     idle: int = 0
     interrupted: bool = False
+
+
+def usual_batches(tokens: int) -> int:
+    """Returns how many batches of `tokens` tokens to sample: together 25.6 million tokens, but 16 to 128 batches."""
+    return min(max(25_600_000 // tokens, 16), 128)

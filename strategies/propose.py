@@ -25,7 +25,7 @@ from hgraph.profile import Profile
 from hgraph.strategy import Pool, Strategy
 from hgraph.topology import Topology
 from strategies.layout_estimate import estimate_ms
-from strategies.mixes import MixSearch
+from strategies.mixes import AT_FLOOR, MixSearch
 from strategies.options import PlannerOptions
 from strategies.placement import place_layout
 from strategies.pool_choice import PoolChoice, choose_pool
@@ -38,9 +38,6 @@ __all__ = ["Batch", "Progress", "judge", "planned_ms", "propose"]
 Batch: TypeAlias = tuple[int, ...]
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
-
-AT_FLOOR = 1e-3
-"""An estimate this near to what the longest sequence alone takes is as good as a plan."""
 
 LONGEST_WEIGHT = 1e-3
 """Of the batch with the longest sequence, relative to a sampled one."""

@@ -99,7 +99,7 @@ def test_what_is_refused() -> None:
     assert "expected the cluster: --cluster NAME|FILE, --ranks N, or both" in message(*BASE, "--tokens", "100")
     assert "expected a multiple of 4" in message(*BASE, "--ranks", "6", "--tokens", "100")
     assert "--batches: expected 1 or more" in message(*SMALL, "--batches", "0")
-    assert "expected tokens of 1 or more, got 0" in message(*SMALL, "--tokens", "0")
+    assert "--tokens: expected 1 or more, got 0" in message(*SMALL, "--tokens", "0")
     Path("pool.yaml").write_text("mine")
     assert "give --force to write over it" in message(*SMALL)
     assert Path("pool.yaml").read_text() == "mine"

@@ -30,7 +30,7 @@ __all__ = ["command"]
 
 INTERRUPTED = 130
 
-_AS_ASKED = ("tokens", "num_batches", "seed", "method", "length_step", "with_cp", "across_nodes")
+_AS_ASKED = ("tokens", "seed", "method", "length_step", "with_cp", "across_nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,9 @@ class _Request:
 @click.option("--size", type=int, help="Strategies in the pool. Default: as many as --gain justifies.")
 @click.option("--gain", type=float, default=0.001, show_default=True, help="Share of the time one more has to save.")
 @click.option("--most", type=int, default=8, show_default=True, help="Strategies at most, without --size.")
-@click.option("--batches", "num_batches", type=int, default=128, show_default=True, help="Sampled batches.")
+@click.option(
+    "--batches", "num_batches", type=int, help="Sampled batches. Default: 128, fewer of large ones, 16 at least."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampled batches.")
 @click.option(
     "--method",
@@ -117,12 +119,13 @@ def command(out_path: str, force: bool, as_json: bool, **asked: Any) -> None:
 def _request(asked: dict[str, Any]) -> _Request:
     """Returns what the options ask for, read and checked."""
     from strategies.length_data import read_lengths
-    from strategies.proposal import ProposalOptions
+    from strategies.proposal import ProposalOptions, usual_batches
 
     if asked["method"] == "published" and asked["size"] is not None:
         raise InvalidInput("--size: --method published takes every distinct layout it finds; leave --size out")
-    if asked["num_batches"] < 1:
-        raise InvalidInput(f"--batches: expected 1 or more, got {asked['num_batches']}")
+    for name, option in (("num_batches", "--batches"), ("tokens", "--tokens")):
+        if asked[name] is not None and asked[name] < 1:
+            raise InvalidInput(f"{option}: expected 1 or more, got {asked[name]}")
     costs, data = read_profile_file(asked["profile"]), read_lengths(asked["lengths"])
     topology = _topology(asked["cluster"], asked["ranks"], costs)
     if asked["also"] is not None:
@@ -136,6 +139,7 @@ def _request(asked: dict[str, Any]) -> _Request:
         data=data,
         longest=longest if longest is not None else int(data.lengths.max()),
         options=ProposalOptions(size=asked["size"], gain=asked["gain"], most=asked["most"]),
+        num_batches=asked["num_batches"] or usual_batches(asked["tokens"]),
         **{name: asked[name] for name in _AS_ASKED},
     )
 
