@@ -68,10 +68,14 @@ def resized(topology: Topology, num_ranks: int) -> Topology:
 
 @dataclass(frozen=True)
 class CommunicationCosts:
-    """Costs for `model` on `topology`, all of whose ranks take part."""
+    """Costs for `model` on `topology`, all of whose ranks take part.
+
+    Above `planned_ranks` ranks, bridges are counted by bytes; 0 counts them always.
+    """
 
     model: ModelSizes
     topology: Topology
+    planned_ranks: int = PLANNED_RANKS
 
     @cached_property
     def _known(self) -> dict[object, float]:
@@ -88,7 +92,7 @@ class CommunicationCosts:
     @property
     def is_planned(self) -> bool:
         """Whether bridges are planned, not counted by bytes."""
-        return self.topology.num_ranks <= PLANNED_RANKS
+        return self.topology.num_ranks <= self.planned_ranks
 
     def bridge_ms(self, strategy: Strategy, kind: BridgeKind) -> float:
         """Returns the time of a strategy's bridge: parameters in, or gradients out."""
