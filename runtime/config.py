@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import Field, ValidationError
@@ -21,10 +21,12 @@ from ruamel.yaml import YAML
 from hgraph.errors import FileErrors, InvalidInput, Problem
 from hgraph.yaml_report import STRICT, Document, Key, key_text, problems_of, read_document, read_text, validate
 from runtime.corpus.config import CorpusConfig
-from runtime.models.llama import LlamaConfig
-from runtime.optimizer import AdamW
+from runtime.models.llama_config import LlamaConfig
 from strategies.ahead import PlanAhead
 from strategies.options import PlannerOptions
+
+if TYPE_CHECKING:
+    from runtime.optimizer import AdamW
 
 __all__ = [
     "BridgeConfig",
@@ -144,6 +146,8 @@ class OptimizerConfig:
 
     def adamw(self, steps: int) -> AdamW:
         """Returns the settings as what the program takes, for a run of `steps` steps."""
+        from runtime.optimizer import AdamW  # with torch, which reading a configuration needs not
+
         total_steps = steps if self.total_steps is None else self.total_steps
         warmup_steps = min(10, total_steps // 4) if self.warmup_steps is None else self.warmup_steps
         return AdamW(**{**asdict(self), "total_steps": total_steps, "warmup_steps": warmup_steps})

@@ -25,7 +25,8 @@ from hgraph.topology_file import load_topology, topology_from_environment
 from runtime.calibrate import MemoryLimits, calibrate
 from runtime.checkpoint.resume import start_of
 from runtime.config import RunConfig
-from runtime.corpus import build_dataset, unigram_entropy
+from runtime.corpus.build import build_dataset
+from runtime.corpus.entropy import unigram_entropy
 from runtime.failure_channel import FailureChannel, rank_guard
 from runtime.models.build import build_model, loss_of
 from runtime.process_groups import init_process_group_from_env

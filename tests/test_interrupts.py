@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -62,15 +64,30 @@ ASK = "import sys; from runtime.launch import launch; sys.exit(launch(len(sys.ar
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    (folder / "rank_script.py").write_text(RANK)
+Start: TypeAlias = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an interpreter that finds `rank_script`, in the folder of the test; kills it if the test has not."""
+    (tmp_path / "rank_script.py").write_text(RANK)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *arguments]
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.kill()
+        job.communicate()
 
 
 def wait_for(folder: Path, num_ranks: int, job: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 240
     while len([rank for rank in range(num_ranks) if (folder / str(rank)).exists()]) < num_ranks:
         assert job.poll() is None, job.communicate()[1]
         assert time.monotonic() < deadline_s
@@ -78,8 +95,8 @@ def wait_for(folder: Path, num_ranks: int, job: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deadlock", "swallow", "destructor"])
-def test_a_rank_ends_wherever_its_main_thread_is(tmp_path: Path, kind: str) -> None:
-    rank = start(tmp_path, "-m", "rank_script", str(tmp_path), kind)
+def test_a_rank_ends_wherever_its_main_thread_is(tmp_path: Path, start: Start, kind: str) -> None:
+    rank = start("-m", "rank_script", str(tmp_path), kind)
     wait_for(tmp_path, 1, rank)
     rank.send_signal(signal.SIGINT)
     _, err = rank.communicate(timeout=60)
@@ -117,9 +134,12 @@ def test_an_interrupt_waits_for_the_start_and_leaves_time_to_clean_up(code: str,
 
 
 @pytest.mark.gloo
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_signal_ends_ranks_that_are_blocked_or_deaf_and_their_helpers(tmp_path: Path, number: int) -> None:
-    job = start(tmp_path, "-c", ASK, str(tmp_path), "deadlock", "deaf", "helper")
+def test_a_signal_ends_ranks_that_are_blocked_or_deaf_and_their_helpers(
+    tmp_path: Path, start: Start, number: int
+) -> None:
+    job = start("-c", ASK, str(tmp_path), "deadlock", "deaf", "helper")
     wait_for(tmp_path, 3, job)
     members = members_of(job.pid)
     assert len(members) == 5, "a launcher, three ranks, a helper"
@@ -130,13 +150,13 @@ def test_a_signal_ends_ranks_that_are_blocked_or_deaf_and_their_helpers(tmp_path
 
 
 @pytest.mark.gloo
-def test_a_job_ends_with_the_process_that_was_asked_for_it(tmp_path: Path) -> None:
-    job = start(tmp_path, "-c", ASK, str(tmp_path), "deadlock", "deaf")
+@pytest.mark.timeout(400)
+def test_a_job_ends_with_the_process_that_was_asked_for_it(tmp_path: Path, start: Start) -> None:
+    job = start("-c", ASK, str(tmp_path), "deadlock", "deaf")
     wait_for(tmp_path, 2, job)
     members = members_of(job.pid)
     job.kill()
     assert gone_within(60.0, members), alive(members)
-    job.communicate()
 
 
 def test_descendants_are_found_across_sessions_and_killed() -> None:
