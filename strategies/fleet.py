@@ -25,6 +25,7 @@ __all__ = ["Fleet", "Floats", "Ints", "load_ms", "loads_ms"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
+Numbers: TypeAlias = Floats | Ints | float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +88,11 @@ def load_ms(kind: ReplicaKind, work_ms: float, tokens: float, longest_ms: float)
 
 
 def loads_ms(
-    fixed: Floats | float,
-    ramp: Floats | float,
-    limit: Floats | float,
+    fixed: Numbers,
+    ramp: Numbers,
+    limit: Numbers,
     work: Floats,
-    tokens: Floats,
+    tokens: Numbers,
     longest: Floats | None,
 ) -> Floats:
     """Returns `load_ms` of many loads at once, 0.0 for empty ones; `longest` is None where no replica has a ramp."""

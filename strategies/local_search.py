@@ -85,8 +85,8 @@ class Loads:
     def after_ms(self, replicas: Ints | int, work: Floats, tokens: Floats, longest: Floats | None) -> Floats:
         """Returns the times in ms that loads would have on `replicas`, corrections included."""
         fleet = self.fleet
-        parts = (values[replicas] for values in (fleet.fixed_R, fleet.ramp_R, fleet.limit_R))
-        times = loads_ms(*parts, work, tokens, longest) + self.correction_R[replicas]
+        fixed, ramp, limit = (values[replicas] for values in (fleet.fixed_R, fleet.ramp_R, fleet.limit_R))
+        times = loads_ms(fixed, ramp, limit, work, tokens, longest) + self.correction_R[replicas]
         return np.asarray(np.where(tokens > 0, times, 0.0))
 
     def exchange(self, exchange: Exchange) -> None:
