@@ -91,7 +91,7 @@ def loads_ms(
     fixed: Numbers,
     ramp: Numbers,
     limit: Numbers,
-    work: Floats,
+    work: Numbers,
     tokens: Numbers,
     longest: Floats | None,
 ) -> Floats:
