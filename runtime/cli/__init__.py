@@ -19,6 +19,7 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "Train a model over several processes.",
     "verify": "Compare every strategy of a pool with the untouched model.",
+    "profile": "Measure what every scheme costs on this machine.",
     "plan": "Show what would happen to sequences of given lengths, and why.",
     "check": "Report everything that is wrong with a strategy file.",
     "dump": "Write what a pool compiles to, as text and pictures.",
