@@ -9,7 +9,8 @@ stage slot (forward and backward) is taken to cost, per rank,
                                                     shared out over the stages
     exchange    tp: 8 collectives a layer of 2 H s / cp bytes; cp: keys and values gathered and their gradients reduced,
                 or, where the heads divide and it moves less, tokens exchanged for heads (all-to-all)
-    fixed       l, l / tp, and the latencies of the messages of l layers, for each micro-batch
+    fixed       l, l / tp, and the latencies of the messages of l layers, for each micro-batch (closed form; the
+                programs of a model say the numbers of operators and the bytes of weights instead)
 
 The factors (ms per FLOP, ms per ideal ms of the links, ms per layer) are fitted to the measured schemes of the file
 (`hgraph/cost_fit.py`); then a, b and c of each tensor-parallel degree that was measured are pulled towards what was
@@ -23,7 +24,7 @@ Reference for the work of a layer: Narayanan et al., arXiv 2104.04473; for the c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,16 +38,26 @@ from hgraph.scheme_text import parse_scheme
 from hgraph.strategy import Scheme, Stage
 from hgraph.topology import Node, Topology
 
-__all__ = ["CostModel", "calibrated", "extrapolation_error", "features", "with_analytic"]
+__all__ = [
+    "FEATURES",
+    "CostModel",
+    "Work",
+    "calibrated",
+    "closed_form",
+    "extrapolation_error",
+    "features",
+    "with_analytic",
+]
 
 Floats = NDArray[np.float64]
 
-_FEATURES = ("attention", "matrices", "exchange", "layers", "layers/tp", "latency")
-_A, _B, _C = slice(0, 1), slice(1, 3), slice(3, 6)
+FEATURES = ("attention", "matrices", "memory", "exchange", "launches", "weights", "latency")
+"""Amounts of work: FLOPs for each token^2; FLOPs, bytes and ideal ms for each token; and for each micro-batch."""
+_A, _B, _C = slice(0, 1), slice(1, 4), slice(4, 7)
 """Which features make up a, b and c."""
 
 _ASSUMED_UTILISATION = {"attention": 0.4, "matrices": 0.6}
-_ASSUMED = {"exchange": 1.25, "layers": 1.0, "layers/tp": 0.0, "latency": 1.0}
+_ASSUMED = {"memory": 0.0, "exchange": 1.25, "launches": 1.0, "weights": 0.0, "latency": 1.0}
 """Factors where nothing was measured that would tell: links reach 80 %, a layer's launches take a millisecond."""
 
 _LONGEST = 32_768
@@ -57,18 +68,28 @@ _PULL = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
-    """A calibrated model: `factors` of `_FEATURES`, and by tp what a, b and c are multiplied by."""
+class Work:
+    """Where the work and the memory of a scheme are known from: `FEATURES` of each stage, and bytes of each stage.
 
-    model: ModelSizes
-    topology: Topology
+    `memory` gives none where the profile's own closed form knows it.
+    """
+
+    features: Callable[[Scheme], Sequence[Floats]]
+    memory: Callable[[Scheme], tuple[SchemeMemory, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A calibrated model: `factors` of `FEATURES`, and by tp what a, b and c are multiplied by."""
+
+    work: Work
     factors: tuple[float, ...]
     corrections: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
 
     def coefficients(self, scheme: Scheme) -> tuple[float, float, float]:
         """Returns a, b, c of a scheme: of each the largest over its stages."""
         found = []
-        for stage, row in zip(scheme.stages, features(scheme, self.model, self.topology), strict=True):
+        for stage, row in zip(scheme.stages, self.work.features(scheme), strict=True):
             parts = row * np.array(self.factors)
             own = self.corrections.get(stage.tp, (1.0, 1.0, 1.0))
             found.append([own[0] * parts[_A].sum(), own[1] * parts[_B].sum(), own[2] * parts[_C].sum()])
@@ -76,64 +97,72 @@ class CostModel:
         return float(a), float(b), float(c)
 
 
-def with_analytic(profile: ProfileFile, schemes: Iterable[Scheme | str], topology: Topology) -> ProfileFile:
+def closed_form(profile: ProfileFile, topology: Topology) -> Work:
+    """Returns the work of a decoder with the sizes of the profile, over the links of `topology`."""
+    if profile.model is None:
+        raise InvalidInput("analytic costs: expected a profile with the sizes of its `model`, got one without")
+    sizes = profile.model
+    return Work(lambda scheme: features(scheme, sizes, topology), lambda scheme: _own_memory(profile, scheme))
+
+
+def with_analytic(
+    profile: ProfileFile, schemes: Iterable[Scheme | str], topology: Topology, *, work: Work | None = None
+) -> ProfileFile:
     """Returns `profile` with costs and memory of `schemes` added, marked `analytic`; those it has stay as they are.
 
     The model is calibrated by the measured schemes of the profile, taken to have run on `topology`; `fit` of what is
-    added says how far it is off at measured schemes that it did not see. Raises `InvalidInput` where sizes are missing
-    or a scheme does not fit the topology.
+    added says how far it is off at measured schemes that it did not see. `work` replaces the closed form. Raises
+    `InvalidInput` where sizes are missing or a scheme does not fit the topology.
     """
     wanted = [parse_scheme(each) if isinstance(each, str) else each for each in schemes]
     new = {str(scheme): scheme for scheme in wanted if str(scheme) not in profile.schemes}
     if not new:
         return profile
-    model = calibrated(profile, topology)
-    error = extrapolation_error(profile, topology)
+    work = work or closed_form(profile, topology)
+    model, error = calibrated(profile, work), extrapolation_error(profile, work)
     profile = _with_activations(profile, [stage.tp for scheme in new.values() for stage in scheme.stages])
     added = {
-        name: SchemeProfile(*model.coefficients(scheme), "analytic", None, _own_memory(profile, scheme), error)
+        name: SchemeProfile(*model.coefficients(scheme), "analytic", None, work.memory(scheme), error)
         for name, scheme in new.items()
     }
     return replace(profile, schemes={**profile.schemes, **added})
 
 
-def calibrated(profile: ProfileFile, topology: Topology, *, without: str | None = None) -> CostModel:
+def calibrated(profile: ProfileFile, work: Work, *, without: str | None = None) -> CostModel:
     """Returns the model as the measured schemes of the profile have it, one of them left out if `without` says so."""
-    sizes = _sizes(profile)
     names = [name for name, own in profile.schemes.items() if own.origin == "measured" and name != without]
-    found = [_points(profile, name, sizes, topology) for name in names]
+    found = [_points(profile, name, work) for name in names]
     points = [each for each in found if len(each.ms)]
     if not points:
-        return CostModel(sizes, topology, _assumed(profile))
+        return CostModel(work, _assumed(profile))
     rows, ms = np.vstack([each.rows for each in points]), np.concatenate([each.ms for each in points])
     factors = fit_nonnegative(rows, ms)
     unknown = ~rows.any(axis=0)
-    factors[unknown] = np.array([_ASSUMED.get(name, 0.0) for name in _FEATURES])[unknown]
-    return CostModel(sizes, topology, tuple(map(float, factors)), _corrections(points, factors))
+    factors[unknown] = np.array([_ASSUMED.get(name, 0.0) for name in FEATURES])[unknown]
+    return CostModel(work, tuple(map(float, factors)), _corrections(points, factors))
 
 
-def extrapolation_error(profile: ProfileFile, topology: Topology) -> FitError | None:
+def extrapolation_error(profile: ProfileFile, work: Work) -> FitError | None:
     """Returns how far the model is off at each measured scheme when calibrated by the others; None for fewer than two.
 
     Points are micro-batches of one sequence, from the scheme's limit (at most 32,768 tokens) down by halves.
     """
-    sizes = _sizes(profile)
     names = [name for name, own in profile.schemes.items() if own.origin == "measured"]
-    points = {name: _points(profile, name, sizes, topology) for name in names}
+    points = {name: _points(profile, name, work) for name in names}
     names = [name for name in names if len(points[name].ms)]
     if len(names) < 2:
         return None
     errors = []
     for name in names:
-        a, b, c = calibrated(profile, topology, without=name).coefficients(parse_scheme(name))
+        a, b, c = calibrated(profile, work, without=name).coefficients(parse_scheme(name))
         lengths = points[name].lengths
         errors.append(relative_errors((a * lengths + b) * lengths + c, points[name].ms))
     joined = np.concatenate(errors)
-    return FitError(float(np.median(joined)), float(joined.max()), len(joined))
+    return FitError(round(float(np.median(joined)), 4), round(float(joined.max()), 4), len(joined))
 
 
 def features(scheme: Scheme, model: ModelSizes, topology: Topology) -> list[Floats]:
-    """Returns the amounts of `_FEATURES` for each stage: per token^2, per token (two) and per micro-batch (three)."""
+    """Returns the amounts of `FEATURES` for each stage of a decoder: the closed form at the top of this module."""
     if scheme.num_ranks > topology.num_ranks:
         raise InvalidInput(
             f"scheme {scheme}: expected a cluster of {scheme.num_ranks} ranks or more, got {topology.name} with "
@@ -164,6 +193,7 @@ def _stage_features(stage: Stage, layers: float, pp: int, model: ModelSizes, nod
         [
             7 * layers * hidden / ranks,
             6 * weights / ranks,
+            0.0,
             exchange_ms + layers * cp_ms,
             layers,
             layers / stage.tp,
@@ -229,13 +259,13 @@ class _Points:
     ms: Floats
 
 
-def _points(profile: ProfileFile, name: str, sizes: ModelSizes, topology: Topology) -> _Points:
+def _points(profile: ProfileFile, name: str, work: Work) -> _Points:
     scheme, own = parse_scheme(name), profile.schemes[name]
     top = min(profile.max_tokens(name, _MANY_RANKS), _LONGEST)
     lengths = np.array([top >> halving for halving in range(_HALVINGS) if top >> halving > 0], dtype=np.float64)
-    found = features(scheme, sizes, topology)
+    found = work.features(scheme)
     row = found[int(np.argmax([each[1] for each in found]))]
-    powers = np.stack([lengths**2, lengths, lengths, *[np.ones_like(lengths)] * 3], axis=1)
+    powers = np.stack([lengths**2, *[lengths] * 3, *[np.ones_like(lengths)] * 3], axis=1)
     ms = (own.a * lengths + own.b) * lengths + own.c
     return _Points(scheme.stages[0].tp, lengths[ms > 0], (powers * row)[ms > 0], ms[ms > 0])
 
@@ -261,27 +291,22 @@ def _assumed(profile: ProfileFile) -> tuple[float, ...]:
             "to assume from, got neither"
         )
     speed = {name: 1e-9 / (share * profile.device.peak_tflops) for name, share in _ASSUMED_UTILISATION.items()}
-    return tuple((_ASSUMED | speed)[name] for name in _FEATURES)
+    return tuple((_ASSUMED | speed)[name] for name in FEATURES)
 
 
-def _sizes(profile: ProfileFile) -> ModelSizes:
-    if profile.model is None:
-        raise InvalidInput("analytic costs: expected a profile with the sizes of its `model`, got one without")
-    return profile.model
-
-
-def _own_memory(profile: ProfileFile, scheme: Scheme) -> SchemeMemory | None:
+def _own_memory(profile: ProfileFile, scheme: Scheme) -> tuple[SchemeMemory, ...]:
     """Memory where there is no closed form: that of the same scheme without cp, whose activations cp shares out."""
     if profile.memory is not None and profile.memory.transformer is not None:
-        return None
+        return ()
     plain = Scheme(tuple(replace(stage, cp=1) for stage in scheme.stages), scheme.schedule, scheme.overrides)
     known = profile.schemes.get(str(plain))
-    if known is None or known.memory is None:
+    if known is None or not known.memory:
         raise InvalidInput(
             f"analytic costs: the memory of scheme {scheme} is not known; expected memory.transformer in the profile, "
             f"or fixed_bytes and token_bytes of {plain}"
         )
-    return SchemeMemory(known.memory.fixed_bytes, known.memory.token_bytes / min(stage.cp for stage in scheme.stages))
+    cp = min(stage.cp for stage in scheme.stages)
+    return tuple(SchemeMemory(stage.fixed_bytes, stage.token_bytes / cp) for stage in known.memory)
 
 
 def _with_activations(profile: ProfileFile, degrees: Iterable[int]) -> ProfileFile:

@@ -16,7 +16,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hgraph.errors import InvalidInput
@@ -68,7 +68,7 @@ class DeviceSizes:
 
 @dataclass(frozen=True, slots=True)
 class SchemeMemory:
-    """Bytes of the fullest rank under one scheme: `fixed_bytes` + `token_bytes` for each token of a micro-batch.
+    """Bytes of the fullest rank of a stage: `fixed_bytes` + `token_bytes` for each token of a micro-batch.
 
     Optimizer states are not among them. `token_bytes` counts every micro-batch that is kept at once.
     """
@@ -168,13 +168,13 @@ class MemoryModel:
         self,
         scheme: Scheme,
         num_ranks: int,
-        own: SchemeMemory | None,
+        own: Sequence[SchemeMemory],
         model: ModelSizes | None,
         device: DeviceSizes | None,
     ) -> int:
         """Returns the most tokens of a micro-batch in a job of `num_ranks`, 0 or less where there is no room for any.
 
-        `own` is what is known of the scheme itself; without it, it is what the closed form says.
+        `own` is what is known of the stages of the scheme itself; without, it is what the closed form says.
         """
         budget = self.budget_bytes(device)
         total = self.optimizer_bytes
@@ -184,9 +184,9 @@ class MemoryModel:
         limits = ((room - stage.fixed_bytes) / stage.token_bytes for stage in self._stages(scheme, own, model))
         return int(min(limits) // self.token_multiple * self.token_multiple)
 
-    def _stages(self, scheme: Scheme, own: SchemeMemory | None, model: ModelSizes | None) -> Iterable[SchemeMemory]:
-        if own is not None:
-            return [own]
+    def _stages(self, scheme: Scheme, own: Sequence[SchemeMemory], model: ModelSizes | None) -> Iterable[SchemeMemory]:
+        if own:
+            return own
         if self.transformer is None or model is None:
             raise InvalidInput("its memory is not known; give max_tokens, or fixed_bytes and token_bytes")
         if scheme.schedule == "gpipe" and scheme.pp > 1:

@@ -129,9 +129,9 @@ def _device_entry(device: DeviceSizes | None) -> CommentedMap | None:
 def _scheme_entry(scheme: SchemeProfile) -> CommentedMap:
     entry = CommentedMap(a=float(scheme.a), b=float(scheme.b), c=float(scheme.c), origin=scheme.origin)
     _put(entry, max_tokens=scheme.max_tokens)
-    if scheme.memory is not None:
-        entry["fixed_bytes"] = _number(scheme.memory.fixed_bytes)
-        entry["token_bytes"] = _number(scheme.memory.token_bytes)
+    if scheme.memory:
+        entry["fixed_bytes"] = _one_or_list([_number(stage.fixed_bytes) for stage in scheme.memory])
+        entry["token_bytes"] = _one_or_list([_number(stage.token_bytes) for stage in scheme.memory])
     if scheme.fit is not None:
         fit = scheme.fit
         entry["fit"] = _on_one_line(CommentedMap(median=float(fit.median), worst=float(fit.worst), points=fit.points))
@@ -159,6 +159,10 @@ def _memory_entry(memory: MemoryModel | None) -> CommentedMap | None:
         )
     _put(entry, source=memory.source)
     return entry
+
+
+def _one_or_list(values: list[float | int]) -> Any:
+    return values[0] if len(values) == 1 else _on_one_line(CommentedSeq(values))
 
 
 def _number(value: float) -> float | int:

@@ -83,8 +83,8 @@ class _SchemeEntry:
     c: ZeroOrMore
     origin: Origin = "measured"
     max_tokens: Count | None = None
-    fixed_bytes: ZeroOrMore | None = None
-    token_bytes: AboveZero | None = None
+    fixed_bytes: Any = None
+    token_bytes: Any = None
     fit: _FitEntry | None = None
 
 
@@ -216,15 +216,35 @@ class _ProfileReader:
         entry = self.report.check(_SchemeEntry, item, key)
         if entry is None:
             return None
-        if (entry.fixed_bytes is None) != (entry.token_bytes is None):
-            self.report.add(key, "expected both fixed_bytes and token_bytes or neither, got one")
+        memory = self.stages(entry, key)
+        if memory is None:
             return None
-        memory = None
-        if entry.fixed_bytes is not None and entry.token_bytes is not None:
-            memory = SchemeMemory(entry.fixed_bytes, entry.token_bytes)
         return SchemeProfile(
             entry.a, entry.b, entry.c, entry.origin, entry.max_tokens, memory, self.fit(entry.fit, key)
         )  # fmt: skip
+
+    def stages(self, entry: _SchemeEntry, key: Key) -> tuple[SchemeMemory, ...] | None:
+        """Returns the memory of each stage that the file gives, or None where something is wrong with it."""
+        before = len(self.report.problems)
+        fixed = self.amounts(entry.fixed_bytes, (*key, "fixed_bytes"), "0 or more", 0.0)
+        per_token = self.amounts(entry.token_bytes, (*key, "token_bytes"), "above 0", 5e-324)
+        if len(fixed) != len(per_token):
+            expected = "expected fixed_bytes and token_bytes for the same stages, or neither"
+            self.report.add(key, f"{expected}, got {len(fixed)} and {len(per_token)}")
+        if len(self.report.problems) > before:
+            return None
+        return tuple(map(SchemeMemory, fixed, per_token))
+
+    def amounts(self, value: Any, key: Key, bound: str, least: float) -> list[float]:
+        """Returns a number, or a list of them, as a list; none where there is none."""
+        if value is None:
+            return []
+        items = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+        for index, item in items:
+            if type(item) not in (int, float) or not least <= item < float("inf"):
+                at = key if index is None else (*key, index)
+                self.report.add(at, f"expected a number of bytes, {bound}, got {describe(item)}")
+        return [item for _, item in items]
 
     def fit(self, entry: _FitEntry | None, key: Key) -> FitError | None:
         if entry is None:

@@ -42,6 +42,8 @@ class FitError:
 class SchemeProfile:
     """Costs of one scheme as in `SchemeCost`, where they are from, and what bounds the tokens of a micro-batch.
 
+    `memory` has an entry for each stage that may be the fullest.
+
     An explicit `max_tokens` counts before `memory`, and that before the file's closed form.
     """
 
@@ -50,10 +52,11 @@ class SchemeProfile:
     c: float
     origin: Origin = "measured"
     max_tokens: int | None = None
-    memory: SchemeMemory | None = None
+    memory: tuple[SchemeMemory, ...] = ()
     fit: FitError | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", tuple(self.memory))
         self.cost(1 if self.max_tokens is None else self.max_tokens)
         if self.origin not in ("measured", "analytic"):
             raise InvalidInput(f"scheme cost: expected origin 'measured' or 'analytic', got {self.origin!r}")

@@ -23,7 +23,7 @@ from hgraph.shard_map import shard_map
 from hgraph.strategy import Scheme
 from passes.pipelines import CompiledScheme
 
-__all__ = ["StageMemory", "scheme_memory", "token_limit"]
+__all__ = ["StageMemory", "optimizer_bytes", "scheme_memory", "token_limit"]
 
 MIB = 2**20
 _OPTIMIZER_COPIES = 3
@@ -51,16 +51,25 @@ class StageMemory:
         in_flight = 1 if self.in_flight is None else self.in_flight
         return self.fixed_bytes + in_flight * self.per_micro_batch + self.temporary
 
+    @property
+    def start_bytes(self) -> float:
+        """What is held without any token."""
+        return float(self.peak_bytes.subs({TOKENS: 0, BOUNDARIES: 1}))
+
+    @property
+    def token_bytes(self) -> float:
+        """What each token adds, where every token might be a sequence of its own."""
+        return _slope(self.peak_bytes)
+
 
 def scheme_memory(compiled: CompiledScheme, captured: Captured, num_ranks: int) -> list[StageMemory]:
     """Returns the memory of each stage of a scheme in a job of `num_ranks`."""
     result = []
-    total = sum(torch.Size(facts.shape).numel() for facts in captured.parameters)
+    optimizer = optimizer_bytes(captured) // num_ranks
     for number, stage in enumerate(compiled.stages):
         candidates = []
         for rank, programs in stage.ranks.items():
             held = _parameter_bytes(compiled, captured, number, rank)
-            optimizer = _OPTIMIZER_COPIES * total * 4 // num_ranks
             saved = _sum(_saved(programs.forward.graph))
             largest = max(
                 (_bytes(node) for node in _values(programs.forward.graph)), key=_slope, default=sympy.Integer(0)
@@ -69,6 +78,11 @@ def scheme_memory(compiled: CompiledScheme, captured: Captured, num_ranks: int) 
             candidates.append(StageMemory(2 * held + optimizer, saved, _LIVE_TEMPORARIES * largest, in_flight))
         result.append(max(candidates, key=lambda memory: _slope(memory.peak_bytes)))
     return result
+
+
+def optimizer_bytes(captured: Captured) -> int:
+    """Returns the bytes of master weights and moments, before they are spread over ranks."""
+    return _OPTIMIZER_COPIES * 4 * sum(torch.Size(facts.shape).numel() for facts in captured.parameters)
 
 
 def token_limit(stages: Iterable[StageMemory], budget_bytes: float) -> int:
@@ -83,9 +97,8 @@ def token_limit(stages: Iterable[StageMemory], budget_bytes: float) -> int:
                 "schedule gpipe keeps all micro-batches of a step at once, so that a memory budget gives no limit for "
                 "one; give the scheme's limit in memory.max_tokens, or use schedule 1f1b"
             )
-        slope = _slope(stage.peak_bytes)
-        start = float(stage.peak_bytes.subs({TOKENS: 0, BOUNDARIES: 1}))
-        limits.append(int((budget_bytes - start) / slope) if slope else 2**31)
+        slope = stage.token_bytes
+        limits.append(int((budget_bytes - stage.start_bytes) / slope) if slope else 2**31)
     return max(0, min(limits))
 
 

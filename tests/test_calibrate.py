@@ -15,7 +15,9 @@ from hgraph.profile import Profile
 from hgraph.strategy import Replica, Scheme, Strategy
 from passes.pipelines import compile_scheme, normalized
 from runtime import calibrate as calibration
-from runtime.calibrate import MemoryLimits, _micro_batches, calibrate
+from runtime import measure
+from runtime.calibrate import MemoryLimits, calibrate
+from runtime.measure import micro_batch_counts
 from runtime.memory import scheme_memory
 from runtime.program import Program
 from tests.models import gpt, language_loss, llama
@@ -30,14 +32,14 @@ def measured(
 ) -> tuple[Profile, dict[int, set[tuple[int, ...]]]]:
     """Calibrates; returns the profile, and the lengths that each replica was measured with."""
     ran: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
-    run_once = calibration._run_once
+    run_once = measure._run_once
 
-    def spy(program: Program, own: object, loads: list[tuple[int, ...]], counts: object) -> list[float]:
+    def spy(program: Program, own: object, loads: list[tuple[int, ...]], chosen: object) -> list[float]:
         for index, load in enumerate(loads):
             ran[index].add(load)
-        return run_once(program, own, loads, counts)  # type: ignore[arg-type]
+        return run_once(program, own, loads, chosen)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(calibration, "_run_once", spy)
+    monkeypatch.setattr(measure, "_run_once", spy)
     settings = {"profile": lambda program: calibrate(program, limits, lengths=(8, 16, 64), repeats=1)} | options
     return exact_program(model, language_loss, UNEQUAL, **settings).profile, ran
 
@@ -65,7 +67,7 @@ def test_what_was_measured_counts_until_calibration_changes(monkeypatch: pytest.
 
     program = exact_program(gpt(layers=1), language_loss, alone, profile=kept)
     with monkeypatch.context() as patch:
-        patch.setattr(calibration, "_run_once", None)
+        patch.setattr(measure, "_run_once", None)
         assert kept(program) == program.profile, "read, not measured"
     monkeypatch.setattr(calibration, "_VERSION", calibration._VERSION + 1)
     kept(program)
@@ -116,5 +118,5 @@ def test_replicas_are_kept_busy_as_long_as_each_other() -> None:
     )
     unequal = Strategy("unequal", replicas)
     # 3 micro-batches of 100 tokens on 2 ranks are 150 a rank.
-    assert _micro_batches(unequal, [(100,), (75,), (60, 40)]) == [3, 2, 3]
-    assert _micro_batches(unequal, [(100,), (1,), (10_000,)]) == [8, 8, 1], "bounded where loads are very unequal"
+    assert micro_batch_counts(unequal, [(100,), (75,), (60, 40)]) == [3, 2, 3]
+    assert micro_batch_counts(unequal, [(100,), (1,), (10_000,)]) == [8, 8, 1], "bounded where loads are very unequal"

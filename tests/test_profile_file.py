@@ -113,7 +113,7 @@ class TestClosedForm:
         stages = self.FORM.stages(U(1, 2, [2, 6]), self.MODEL)
         spread = self.FORM.optimizer_bytes(self.MODEL) / 4
         least = min((100 * 2**20 - spread - stage.fixed_bytes) / stage.token_bytes for stage in stages)
-        found = memory.token_limit(U(1, 2, [2, 6]), 4, None, self.MODEL, None)
+        found = memory.token_limit(U(1, 2, [2, 6]), 4, (), self.MODEL, None)
         assert found == least // 64 * 64 and found % 64 == 0
         assert (least, stages[1].token_bytes) == ((100 * 2**20 - spread - stages[1].fixed_bytes) / 6000, 6000)
 
@@ -138,7 +138,7 @@ costs = st.builds(
     st.integers(0, 10).map(float),
     st.sampled_from(["measured", "analytic"]),
     max_tokens=st.none() | st.integers(1, 10**6),
-    memory=st.none() | st.builds(SchemeMemory, st.integers(0, 10**9).map(float), positive),
+    memory=st.lists(st.builds(SchemeMemory, st.integers(0, 10**9).map(float), positive), max_size=2),
     fit=st.none() | st.builds(FitError, st.floats(0, 1), st.floats(1, 2), st.integers(1, 9)),
 )
 files = st.builds(
@@ -200,7 +200,18 @@ SCHEME_FAULTS = [
     ("{a: 0, b: .inf, c: 0, max_tokens: 1}", [".b: expected a finite number, got inf"]),
     ("{a: 0, b: 0, c: 0, max_tokens: 0}", [".max_tokens: expected a value of 1 or more, got 0"]),
     ("{a: 0, b: 0, c: 0}", [": scheme tp1 has no token limit: its memory is not known; give max_tokens"]),
-    ("{a: 0, b: 0, c: 0, fixed_bytes: 1}", [": expected both fixed_bytes and token_bytes or neither, got one"]),
+    (
+        "{a: 0, b: 0, c: 0, fixed_bytes: [1, x], token_bytes: [0, -1]}",
+        [
+            ".fixed_bytes[1]: expected a number of bytes, 0 or more, got text 'x'",
+            ".token_bytes[0]: expected a number of bytes, above 0, got 0",
+            ".token_bytes[1]: expected a number of bytes, above 0, got -1",
+        ],
+    ),
+    (
+        "{a: 0, b: 0, c: 0, fixed_bytes: 1}",
+        [": expected fixed_bytes and token_bytes for the same stages, or neither, got 1 and 0"],
+    ),
     (
         "{a: 0, b: 0, c: 0, max_token: 1}",
         [

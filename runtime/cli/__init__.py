@@ -20,6 +20,7 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "Train a model over several processes.",
     "verify": "Compare every strategy of a pool with the untouched model.",
+    "profile": "Measure what every scheme costs on this machine.",
     "plan": "Show what would happen to sequences of given lengths, and why.",
     "analyze": "Show how long sequences are, and how batches of them differ.",
     "propose": "Propose a pool of strategies, from costs and lengths.",
