@@ -1,6 +1,6 @@
 """Runs the ladder on every published setting and writes docs/results.md.
 
-    python benchmarks/results.py                         # what is not in benchmarks/results/ladder.json yet, then the page
+    python benchmarks/results.py                         # what is not in results/ladder.json yet, then the page
     python benchmarks/results.py --only 32b-64gpu        # settings whose name has this in it
     python benchmarks/results.py --page                  # the page alone, from what was run
     python benchmarks/results.py --again --batches 20    # everything anew, with so many timed batches
@@ -27,6 +27,7 @@ from hgraph.analytic_cost import with_analytic
 from hgraph.communication_costs import CommunicationCosts, resized
 from hgraph.profile_file import read_profile_file
 from hgraph.scheme_profile import ProfileFile
+from hgraph.strategy import Pool
 from hgraph.strategy_file import load_pool
 from hgraph.topology_file import load_topology
 from strategies.ladder import REFERENCE
@@ -41,7 +42,7 @@ WINDOWS = (16_384, 32_768)
 CLUSTER = "8x8-a800"
 LARGER_SCHEMES = ("tp8.cp2", "tp8.cp4", "tp16.cp2", "tp16.cp4", "tp32", "tp16.pp2", "tp16.pp4")
 """Schemes for the longest sequences on 1,024 GPUs; nobody measured them, so their costs are analytic."""
-CALIBRATION = 3
+CALIBRATION = 6
 SEED = 1_000
 """Not that of any proposal."""
 
@@ -115,6 +116,7 @@ class Runner:
     def __init__(self, batches: int | None) -> None:
         self.batches = batches
         self.costs: dict[tuple[str, int], CommunicationCosts] = {}
+        self.pools: dict[Path, Pool] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """Returns the systems of a case as data."""
@@ -126,10 +128,10 @@ class Runner:
         workload = Workload(read_lengths(case.lengths), case.tokens, case.longest, count, CALIBRATION, SEED)
         simulation = Simulation(
             profile,
-            load_pool(case.pool),
+            self._pool(case.pool),
             topology,
             workload,
-            load_pool(case.published),
+            self._pool(case.published),
             keys=("pool",) if case.variant else (),
             costs=self._costs(profile, topology.num_ranks),
         )
@@ -148,6 +150,11 @@ class Runner:
             "longest_share": facts,
             "systems": result_data(result, REFERENCE, SEED),
         }
+
+    def _pool(self, path: Path) -> Pool:
+        if path not in self.pools:
+            self.pools[path] = load_pool(path)
+        return self.pools[path]
 
     def _costs(self, profile: ProfileFile, num_ranks: int) -> CommunicationCosts:
         key = (profile.name, num_ranks)

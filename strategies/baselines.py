@@ -37,7 +37,9 @@ Assign: TypeAlias = Callable[[Strategy, Profile, Sequence[int], int], Part]
 """(equal replicas, profile, lengths, context window) -> what they run."""
 
 MORE_PACKS = 20
-"""How many numbers of micro-batches above the least are tried."""
+"""How many numbers of micro-batches above the least are tried, ..."""
+PATIENCE = 3
+"""... and after how many that are no better the search ends."""
 
 
 def _by_length(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -163,17 +165,21 @@ def _finely_packed(
     """Returns the micro-batches of least simulated time, among balanced ones of the least number and a few more."""
     least = -(-sum(lengths[index] for index in indices) // cost.max_tokens)
     best: tuple[MicroBatch, ...] = ()
-    best_ms = float("inf")
+    best_ms, failures = float("inf"), 0
     for num_packs in range(least, max(least, min(len(indices), least + MORE_PACKS)) + 1) if indices else ():
         packs = balanced_packs(indices, lengths, cost, num_packs)
         if packs is None:
             continue
+        if failures == PATIENCE:
+            break
         found = tuple(_micro_batch(pack, lengths, cost) for pack in packs)
         found_ms = schedule_ms(replica.scheme.schedule, replica.scheme.pp, [one.ms for one in found])
         if found_ms < best_ms:
-            best, best_ms = found, found_ms
+            best, best_ms, failures = found, found_ms, 0
         elif replica.scheme.pp == 1:
             break  # with one stage every further micro-batch costs c more
+        else:
+            failures += 1
     if indices and not best:
         best = tuple(
             _micro_batch(pack, lengths, cost) for pack in first_fit_decreasing(indices, lengths, cost.max_tokens)

@@ -74,7 +74,7 @@ def rung_note(result: LadderResult, key: str) -> str:
     one, last = result[key], result[before]
     gain = sum(last.ms) / sum(one.ms) - 1.0
     gains = f"gains {gain:.1%}" if gain >= NOTHING else "gains nothing" if gain > -NOTHING else f"loses {-gain:.1%}"
-    return f"{gains}: {_REASONS[key](result, key, before)}"
+    return f"{gains}: {_REASONS[key](result, key, before)}{_other_layout(result, key, before)}"
 
 
 def _padding(result: LadderResult, key: str, before: str) -> str:
@@ -99,7 +99,8 @@ def _unequal(result: LadderResult, key: str, before: str) -> str:
     if one.layout == result[before].layout:
         text = f"of all strategies that hold the context window, none beats {one.layout} for all steps"
         return text + _longest(one.facts)
-    return f"{one.layout} in place of {result[before].layout}" + _longest(one.facts)
+    text = f"{one.layout} in place of {result[before].layout}, by the calibration batches"
+    return text + _longest(one.facts)
 
 
 def _choice(result: LadderResult, key: str, before: str) -> str:
@@ -107,6 +108,14 @@ def _choice(result: LadderResult, key: str, before: str) -> str:
     name, count = counts.most_common(1)[0]
     text = f"{len(counts)} strategies in {len(result[key].strategies)} steps, {name} in {count}"
     return text + _longest(result[key].facts)
+
+
+def _other_layout(result: LadderResult, key: str, before: str) -> str:
+    """Returns a remark where the calibration batches have led to another layout than on the rung before."""
+    one, last = result[key].layout, result[before].layout
+    if key in ("unequal", "pool") or one == last:
+        return ""
+    return f"; {one} in place of {last}, by the calibration batches"
 
 
 def _longest(facts: StepFacts) -> str:

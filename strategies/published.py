@@ -30,6 +30,8 @@ from strategies.baselines import MORE_PACKS, balanced_packs, first_fit_decreasin
 __all__ = ["PublishedPlan", "published_plan"]
 
 ORDERS = 50
+PATIENCE = 5
+"""Numbers of micro-batches that are no better, after which packing ends."""
 CLASS = 16.0
 
 
@@ -118,13 +120,15 @@ def _pack(
     best = _micro_batches(first_fit_decreasing(indices, lengths, cost.max_tokens), lengths, cost)
     best_ms = _packing_ms(replica, best)
     least = -(-sum(lengths[index] for index in indices) // cost.max_tokens)
+    failures = 0
     for num_packs in range(least, min(len(indices), least + MORE_PACKS) + 1):
-        packs = balanced_packs(indices, lengths, cost, num_packs)
+        packs = balanced_packs(indices, lengths, cost, num_packs) if failures < PATIENCE else None
         if packs is None:
             continue
         found = _micro_batches(packs, lengths, cost)
+        failures += 1
         if _packing_ms(replica, found) < best_ms:
-            best, best_ms = found, _packing_ms(replica, found)
+            best, best_ms, failures = found, _packing_ms(replica, found), 0
     return best, best_ms
 
 

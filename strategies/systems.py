@@ -133,7 +133,7 @@ class InTurn:
 
     def fit(self, batches: Sequence[Batch]) -> None:
         context = self.setting.context
-        borders = [2**power for power in range(10, 40) if 2**power < context] + [context]
+        borders = [2**power for power in range(11, 40) if 2**power < context] + [context]
         # best[strategy of the last segment]: time of all up to the border, and the segments; None is the beginning.
         best: list[dict[Strategy | None, tuple[float, tuple[_Segment, ...]]]] = [{None: (0.0, ())}]
         for upper in range(1, len(borders) + 1):
