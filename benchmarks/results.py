@@ -5,8 +5,8 @@
     python benchmarks/results.py --page                  # the page alone, from what was run
     python benchmarks/results.py --again --batches 20    # everything anew, with so many timed batches
 
-A setting is a model on a number of GPUs, one of the four length samples, a context window and the tokens of a step. Pools
-lie in benchmarks/pools and were fixed before: `*.proposed.yaml` by `hgraph propose` (the first lines say how),
+A setting is a model on a number of GPUs, one of the four length samples, a context window and the tokens of a step.
+Pools lie in benchmarks/pools and were fixed before: `*.proposed.yaml` by `hgraph propose` (the first lines say how),
 `*.published.yaml` are those of the published planner. Everything depends on the seeds alone.
 """
 

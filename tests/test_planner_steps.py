@@ -128,7 +128,7 @@ def test_the_number_of_layers_is_no_part_of_planning() -> None:
 
 
 def test_a_faster_plan_of_much_more_flow_time_is_taken_only_if_asked_for() -> None:
-    """Three stages run 100, 20 and 20 ms in 313 ms by their schedule, 340 ms by flow; one replica of tp3 takes 322 ms."""
+    """Three stages run 100, 20 and 20 ms in 313 ms as scheduled, 340 ms by flow; one replica of tp3 takes 322 ms."""
     pool = pool_of(strategy("pipe", UNIFORM(1, 3)), strategy("flat", UNIFORM(3)))
     profile = profile_of(tp1_pp3=(0.0, 1.0, 0.0, 100), tp3=(0.0, 2.3, 0.0, 1_000))
     lengths = [100, 20, 20]
