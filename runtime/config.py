@@ -182,7 +182,7 @@ class PlannerConfig:
     only: str | None = None
     program: bool = True
     max_nodes: Count = 20
-    max_programs: Count = 2
+    max_programs: Count = 4
 
     def options(self) -> PlannerOptions:
         """Returns the settings of one plan."""

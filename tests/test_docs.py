@@ -28,6 +28,7 @@ PLANNER_MODULES = (
     "strategies.packing",
     "strategies.planner",
     "strategies.schedule_cuts",
+    "strategies.select",
     "strategies.search",
     "strategies.shapes",
 )

@@ -128,7 +128,7 @@ def test_the_number_of_layers_is_no_part_of_planning() -> None:
 
 
 def test_a_faster_plan_of_much_more_flow_time_is_taken_only_if_asked_for() -> None:
-    """Three stages run 100, 20 and 20 ms in 313 ms as scheduled, 340 ms by flow; one replica of tp3 takes 322 ms."""
+    """Three stages run 100, 20 and 20 ms in 313 ms by their schedule, 340 ms by flow; a replica of tp3 takes 322 ms."""
     pool = pool_of(strategy("pipe", UNIFORM(1, 3)), strategy("flat", UNIFORM(3)))
     profile = profile_of(tp1_pp3=(0.0, 1.0, 0.0, 100), tp3=(0.0, 2.3, 0.0, 1_000))
     lengths = [100, 20, 20]
@@ -142,11 +142,8 @@ def test_a_faster_plan_of_much_more_flow_time_is_taken_only_if_asked_for() -> No
         )
     )
     assert (default.strategy, default.predicted_ms, default.flow_ms) == ("flat", pytest.approx(322), pytest.approx(322))
-    assert (either.strategy, either.predicted_ms, either.flow_ms) == (
-        "pipe",
-        pytest.approx(940 / 3),
-        pytest.approx(340),
-    )
+    assert (either.strategy, either.flow_ms) == ("pipe", pytest.approx(340))
+    assert either.predicted_ms == pytest.approx(940 / 3)
     assert narrow == either and flow.strategy == "flat"
     reasons = {candidate.strategy: candidate.reason for candidate in default.candidates}
     assert reasons["pipe"] == "predicted 313.3 ms is less, but its flow time, 340.0 ms, is 5.6% above flat's"
