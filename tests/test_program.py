@@ -14,7 +14,6 @@ from hgraph.data import Packed, global_batches, make_batch, pack
 from hgraph.data.dataset import TokenDataset
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.strategy import Scheme
-from runtime import planning
 from runtime.optimizer import AdamW
 from runtime.program import Program
 from runtime.reference import reference_step

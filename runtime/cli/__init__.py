@@ -26,8 +26,8 @@ COMMANDS = {
     "propose": "Propose a pool of strategies, from costs and lengths.",
     "check": "Report everything that is wrong with a strategy file.",
     "dump": "Write what a pool compiles to, as text and pictures.",
-    "simulate": "Time training steps on a described cluster, ours beside other systems.",
-    "switch": "Show what a change of layout moves, beside the least that it could.",
+    "simulate": "Time steps on a described cluster, beside other systems.",
+    "switch": "Show what a change of layout moves, beside the least possible.",
     "reshard": "Show how one tensor gets from one annotation to another.",
 }
 """Name -> what it does. Each is `command` of the module `runtime.cli.<name>`."""
