@@ -392,8 +392,15 @@ def kill_while_saving(folder: Path, count: int, seed: int, *how: str) -> list[st
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("how", [(), ("background",)], ids=["plain", "background"])
-@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [
+        (6, ()),
+        pytest.param(6, ("background",), marks=pytest.mark.long),
+        pytest.param(40, (), marks=pytest.mark.long),
+        pytest.param(40, ("background",), marks=pytest.mark.long),
+    ],
+)
 def test_a_save_killed_at_any_moment_leaves_the_one_before(tmp_path: Path, count: int, how: tuple[str, ...]) -> None:
     lines = [line.split() for line in kill_while_saving(tmp_path, count, count, *how)]
     found, left = [line[0] for line in lines], {tuple(line[1:]) for line in lines}

@@ -122,7 +122,7 @@ class TestExamples:
         }
         write_profile_file("costs.yaml", ProfileFile.of(Profile(schemes, {})))
 
-    @pytest.mark.parametrize("name", ["check", "plan", "dump"])
+    @pytest.mark.parametrize("name", ["check", "plan", pytest.param("dump", marks=pytest.mark.long)])
     def test_examples_of_help_run(self, name: str) -> None:
         examples = [example for example in examples_of(name) if CALIBRATES not in example]
         assert len(examples) >= 3

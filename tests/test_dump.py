@@ -260,6 +260,7 @@ class TestCommand:
         assert lines[5].startswith("mixed     tp2:gpipe + tp1  0-1 | 2  3           ") and lines[5].endswith(" | 77")
         assert "tp2-gpipe" in result.stdout
 
+    @pytest.mark.long
     def test_the_same_bytes_whatever_the_hash_seed(self, folder: Path) -> None:
         running = [
             subprocess.Popen(

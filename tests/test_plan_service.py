@@ -279,6 +279,7 @@ def test_where_every_process_ends_steps_are_planned_here() -> None:
         assert len(notes) == 4
 
 
+@pytest.mark.long
 def test_memory_is_bounded(service: PlanService) -> None:
     """What 60 steps left is what 20 steps left: nothing is kept of a step that was taken."""
     used = []
