@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hgraph.check_plan import check_plan
+from hgraph.data import TokenDataset, global_batches
 from hgraph.profile_file import read_profile_file
 from hgraph.strategy_file import load_pool
 from runtime.config import load_config
@@ -78,13 +79,27 @@ strategies:
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "pool.yaml").write_text(POOL)
+def write_files(folder: Path) -> Path:
+    (folder / "pool.yaml").write_text(POOL)
     lengths = [500, 200, 100, 60, 40, 30, 20, 100, 90, 70, 50, 210, 30, 40, 20, 10] * 4
     rows = [json.dumps({"tokens": [(7 * i + j) % 300 for j in range(n)]}) for i, n in enumerate(lengths)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
-    return tmp_path
+    (folder / "data.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_files(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of six steps: its folder, and what it printed."""
+    folder = write_files(tmp_path_factory.mktemp("finished"))
+    job = start(folder, 6, "--name", "run-1", "optimizer.lr=2e-3")
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, err
+    return folder, out
 
 
 def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
@@ -96,10 +111,8 @@ def start(folder: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_run_leaves_metrics_plans_and_configuration(folder: Path) -> None:
-    job = start(folder, 6, "--name", "run-1", "optimizer.lr=2e-3")
-    out, err = job.communicate(timeout=240)
-    assert job.returncode == 0, err
+def test_a_run_leaves_metrics_plans_and_configuration(finished: tuple[Path, str]) -> None:
+    folder, out = finished
     run = folder / "runs" / "run-1"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
@@ -114,18 +127,14 @@ def test_a_run_leaves_metrics_plans_and_configuration(folder: Path) -> None:
     assert out.count("step   1 ") == 1, "one process prints"
 
 
-def test_plans_that_were_written_hold_for_the_cached_profile(folder: Path) -> None:
-    job = start(folder, 3)
-    _, err = job.communicate(timeout=240)
-    assert job.returncode == 0, err
+def test_plans_that_were_written_hold_for_the_cached_profile(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
     (cached,) = (folder / "cache").glob("profile-*.yaml")
     profile, pool = read_profile_file(cached).profile(4), load_pool(folder / "pool.yaml")
     lengths = [len(json.loads(line)["tokens"]) for line in (folder / "data.jsonl").read_text().splitlines()]
-    plans = read_plans(folder / "runs/tiny/plans.jsonl").steps.values()
-    from hgraph.data import TokenDataset, global_batches
-
+    plans = read_plans(folder / "runs/run-1/plans.jsonl").steps.values()
     dataset = TokenDataset([[0] * length for length in lengths])
-    for saved, batch in zip(plans, global_batches(dataset, tokens_per_step=800, max_steps=3), strict=True):
+    for saved, batch in zip(plans, global_batches(dataset, tokens_per_step=800, max_steps=6), strict=True):
         assert saved.lengths == batch.lengths
         check_plan(saved.plan, pool, profile, batch.lengths)  # type: ignore[arg-type]
 
@@ -159,7 +168,8 @@ def test_a_pool_for_another_number_of_ranks_is_refused(folder: Path) -> None:
 
 
 def test_an_error_of_all_ranks_is_shown_once(folder: Path) -> None:
-    job = start(folder, 3, "memory.budget_mib=0.001", "memory.max_tokens={}")
+    (folder / "pool.yaml").write_text(SMALL_POOL)
+    job = start(folder, 3, "--nproc", "2", "memory.budget_mib=0.001", "memory.max_tokens={}")
     _, err = job.communicate(timeout=120)
     assert job.returncode == 1
     assert err.count("leaves no room for a token in 0.001 MiB per rank") == 1
