@@ -84,11 +84,14 @@ class Case:
 
     @property
     def pool(self) -> Path:
-        """The pool of our planner: proposed for the length set, or what `variant` says."""
+        """The pool of our planner: proposed for the length set or for the whole group, or what `variant` says."""
         if self.variant == "published":
             return self.published
-        middle = f".{self.variant}" if self.variant else ""
-        return ROOT / "benchmarks" / "pools" / f"{self.group.name}.{self.lengths}{middle}.proposed.yaml"
+        folder = ROOT / "benchmarks" / "pools"
+        if self.variant:
+            return folder / f"{self.group.name}.{self.variant}.yaml"
+        own = folder / f"{self.group.name}.{self.lengths}.proposed.yaml"
+        return own if own.exists() else folder / f"{self.group.name}.proposed.yaml"
 
     @property
     def published(self) -> Path:
@@ -167,7 +170,7 @@ class Runner:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="TEXT", default="", help="settings whose name has TEXT in it")
+    parser.add_argument("--only", metavar="TEXT", nargs="*", default=[""], help="settings whose name has a TEXT in it")
     parser.add_argument("--batches", type=int, help="timed batches of a setting")
     parser.add_argument("--again", action="store_true", help="run settings that are there already")
     parser.add_argument("--page", action="store_true", help="write the page, run nothing")
@@ -176,8 +179,9 @@ def main() -> None:
         parser.error(f"--batches: expected 1 or more, got {options.batches}")
     store: dict[str, Any] = json.loads(STORE.read_text()) if STORE.exists() else {}
     runner = Runner(options.batches)
-    for case in () if options.page else cases():
-        if options.only not in case.name or (case.name in store and not options.again):
+    chosen = [case for text in options.only for case in cases() if text in case.name]
+    for case in () if options.page else dict.fromkeys(chosen):
+        if case.name in store and not options.again:
             continue
         if not case.pool.exists():
             print(f"{case.name}: left out, there is no {case.pool.name}", flush=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeAlias
 
 __all__ = ["page"]
@@ -20,38 +21,7 @@ TITLES = {
     "32b-1024gpu": "32B on 1,024 GPUs",
 }
 
-HEAD = """# Results of simulation
-
-Made by `python benchmarks/results.py`; nothing here was measured on GPUs of these sizes. Costs are the published ones of
-LLaMA 7B, 13B and 32B on A800-80GB (`docs/profiles.md`), the cluster is `8x8-a800` with as many nodes as it takes, lengths
-are the four samples that come along. Batches are drawn with seed {seed}: {calibration} to choose by, then the timed ones
-({batches}; the same for all systems). Longer sequences are cut to the context window. The planner gives its first checked
-plan, without integer programs. Our pools were proposed at 32K for each length set, before these batches were drawn, and
-serve 16K as well.
-
-A step is simulated with its messages between stages and with its bridges, counted by bytes (what `plan_bridge` plans
-takes 1.1 to 1.2 times as long at 64 GPUs), hidden behind computation as far as order allows. Intervals are 95 %, by
-bootstrap over batches.
-
-## What is compared
-
-| system | what it does |
-|---|---|
-| padded rows | a row per sequence, in order of the data, padded to the longest of its micro-batch |
-| padded packs | packs of the context window, filled up with padding |
-| static | the reference: the one layout (tp, pp) of equal replicas that holds the context window and is best on the calibration batches; first-fit-decreasing packs, dealt in turn |
-| + balanced dispatch | longest first to the replica with least work, then packs of the context window |
-| + fine-grained packing | as many balanced micro-batches as take least time, up to the memory limit |
-| + planner | our planner on the same equal replicas |
-| + unequal replicas | one strategy of the pool, or of equal replicas, for all steps |
-| + choice per step | our planner over the pool |
-| per batch | the best layout of equal replicas for each batch, balanced and finely packed |
-| in turn (HotSPa-like) | several layouts of equal replicas within a step, by length, with switches (Ge et al., SOSP 2024) |
-| published algorithm | two stages and selection as arXiv 2412.07894 describes them, on the published pool; on 43 published batches it takes the same strategy as the published code in 37, and its flow times are 1.5 % lower on average |
-
-Every rung has its own choice of a layout where it has one. Cells: mean step time, speed-up over static, and over the rung
-before.
-"""
+HEAD = Path(__file__).with_name("results_head.md")
 
 SHORT = {
     "rows": "padded rows",
@@ -72,9 +42,11 @@ def page(results: Sequence[Result]) -> str:
     """Returns the page in markdown; results are in the order of the page."""
     main = [result for result in results if not result["variant"]]
     if not main:
-        return HEAD.format(seed="-", calibration="-", batches="none yet")
+        return HEAD.read_text().format(seed="-", calibration="-", batches="none yet")
     counts = sorted({result["batches"] for result in main})
-    text = HEAD.format(seed=main[0]["seed"], calibration=main[0]["calibration"], batches=" or ".join(map(str, counts)))
+    text = HEAD.read_text().format(
+        seed=main[0]["seed"], calibration=main[0]["calibration"], batches=" or ".join(map(str, counts))
+    )
     lines = [text, *_totals(main)]
     for name, own in groupby(main, key=lambda result: result["group"]):
         lines += [f"## {TITLES[name]}", ""]
@@ -96,10 +68,8 @@ def _totals(results: Sequence[Result]) -> list[str]:
     """The total gain of every setting."""
     low, high = PUBLISHED_RANGE
     lines = ["## Total gain over static", ""]
-    lines += [
-        "| model | setting | lengths | speed-up | 95 % | computation alone | over balanced, finely packed | published algorithm |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    headers = ("model", "setting", "lengths", "speed-up", "95 %", "computation alone", "over balanced, finely packed")
+    lines += ["| " + " | ".join((*headers, "published algorithm")) + " |", "|---" * (len(headers) + 1) + "|"]
     gains = []
     for result in results:
         ours, static, fine = (_system(result, key) for key in ("pool", "static", "fine"))
@@ -187,14 +157,14 @@ def _large(results: Sequence[Result]) -> list[str]:
         return []
     lines = ["## 1,024 GPUs: what bounds them, and what larger schemes would gain", ""]
     lines += [
-        "The published pool has (16,1) x 64 and one unequal strategy. *Longest* is the share of the step that the longest "
-        "sequence takes alone. Larger schemes were measured by nobody; their costs are analytic (`docs/profiles.md`), and "
-        "context parallelism can be planned here, not trained yet.",
+        "The published pool has (16,1) x 64 and one unequal strategy. *Longest* is the share of the step that the",
+        "longest sequence takes alone. Larger schemes were measured by nobody; their costs are analytic",
+        "(`docs/profiles.md`), and context parallelism can be planned here, not trained yet.",
         "",
         "| lengths | pool | strategies taken | mean step | longest | static over it |",
         "|---|---|---|---|---|---|",
     ]
-    names = {"published": "published", "": "proposed, measured schemes", "larger-schemes": "proposed, larger schemes"}
+    names = {"published": "published", "": "proposed, measured schemes", "larger-schemes": "larger schemes, by hand"}
     for lengths, group in groupby(
         sorted(own, key=lambda result: result["lengths"]), key=lambda result: result["lengths"]
     ):
