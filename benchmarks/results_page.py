@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (the tables of a Markdown page have long lines)
 """The text of docs/results.md, from the results of `benchmarks/results.py`."""
 
 from __future__ import annotations
