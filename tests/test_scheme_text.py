@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hgraph.capture import capture
-from hgraph.errors import InvalidInput, NotSupported
+from hgraph.errors import FileErrors, InvalidInput, NotSupported
 from hgraph.scheme_text import parse_scheme
 from hgraph.strategy import Override, Scheme, Stage
+from hgraph.strategy_file import load_pool
 from passes.pipelines import compile_scheme, normalized
+from runtime.cli.options import read_pool
+from runtime.cli.train import check_pool
+from runtime.config import parse_config
 from runtime.program import compile
 from tests.models import gpt, language_loss
 from tests.small_pools import pool, strategy
@@ -83,3 +89,14 @@ def test_cp_is_refused_before_the_model_is_traced(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("runtime.program.capture", None)
     with pytest.raises(NotSupported, match=REFUSED):
         compile(gpt(), language_loss, pool(2, strategy("long", U(1, cp=2))))
+
+
+def test_training_refuses_a_pool_with_cp_before_any_process_is_started(tmp_path: Path) -> None:
+    (tmp_path / "pool.yaml").write_text("version: 1\nranks: 2\nstrategies: [{name: long, replicas: [{cp: 2}]}]\n")
+    config = parse_config("{num_processes: 2, pool: pool.yaml}", folder=tmp_path)
+    text = r"line 3: strategies\[0\].replicas\[0\].cp: context parallelism is not there yet, got cp=2; use cp: 1"
+    with pytest.raises(FileErrors, match=text):
+        check_pool(config)
+    with pytest.raises(FileErrors, match=text):
+        read_pool(config, None)
+    assert str(load_pool(config.pool).schemes[0]) == "tp1.cp2", "plans may speak of it"
