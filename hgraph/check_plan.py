@@ -6,8 +6,12 @@ Properties
 - Every sequence of the batch is in exactly one micro-batch; indices lie in the batch; no micro-batch is empty.
 - No micro-batch holds more tokens than the limit of its replica's scheme.
 - Predicted times are those of the schedule in use, recomputed; the step's is the slowest replica's plus the bridges.
+- The flow time is recomputed too: the slowest replica's, without the bridges.
 - The bound is positive and not above the predicted time; gap = predicted / bound - 1.
-- Candidates are the pool's strategies, each at most once; none that was planned is faster than the plan.
+- The bound is the least of the candidates' bounds, or the predicted time where that is less; no candidate's bound is
+  above its own time.
+- Candidates are the pool's strategies, each at most once; none that was planned is faster than the plan, unless its
+  flow time is known and greater.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from math import isclose, isfinite
 from hgraph.errors import PlanError
 from hgraph.plan import ReplicaPlan, SequencedPlan, StepPlan
 from hgraph.profile import Profile
+from hgraph.simulate import flow_ms as flow_of
 from hgraph.simulate import schedule_ms
 from hgraph.strategy import Pool, Strategy
 
@@ -39,8 +44,11 @@ def check_plan(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[i
     slowest_ms = max(replica.predicted_ms for replica in plan.replicas)
     expected_ms = slowest_ms + profile.bridge_ms.get(strategy.name, 0.0)
     _check_equal(f"{where}: predicted_ms (slowest replica plus bridges)", expected_ms, plan.predicted_ms)
+    flow_ms = _flow_ms(plan, strategy, profile, lengths)
+    _check_equal(f"{where}: flow_ms (slowest replica)", flow_ms, plan.flow_ms)
     _check_bound(plan, where)
-    _check_candidates(plan, names, where)
+    _check_candidates(plan, names, flow_ms + profile.bridge_ms.get(strategy.name, 0.0), where)
+    _check_candidate_bounds(plan, where)
 
 
 def check_sequenced_plan(plan: SequencedPlan, pool: Pool, profile: Profile, lengths: Sequence[int]) -> None:
@@ -83,6 +91,17 @@ def check_replica_plans(
         _check_equal(f"{here}: predicted_ms", expected_ms, planned.predicted_ms)
 
 
+def _flow_ms(plan: StepPlan, strategy: Strategy, profile: Profile, lengths: Sequence[int]) -> float:
+    """Returns the greatest flow time of a replica in ms, of micro-batches that have been checked."""
+    return max(
+        flow_of(
+            replica.scheme.pp,
+            [profile.cost(replica.scheme).micro_batch_ms([lengths[s] for s in own]) for own in planned.micro_batches],
+        )
+        for replica, planned in zip(strategy.replicas, plan.replicas, strict=True)
+    )
+
+
 def _check_cover(replicas: Sequence[ReplicaPlan], num_sequences: int, where: str) -> None:
     seen: Counter[int] = Counter()
     for index, replica in enumerate(replicas):
@@ -111,17 +130,35 @@ def _check_bound(plan: StepPlan, where: str) -> None:
         raise PlanError(f"{where}: gap: expected {expected_gap}, got {plan.gap}")
 
 
-def _check_candidates(plan: StepPlan, names: Sequence[str], where: str) -> None:
+def _check_candidates(plan: StepPlan, names: Sequence[str], taken_flow_ms: float, where: str) -> None:
     listed = Counter(candidate.strategy for candidate in plan.candidates)
     for name, count in listed.items():
         if name not in names or count > 1:
             raise PlanError(f"{where}: candidate {name!r} is listed {count} times; the pool has {list(names)}")
     for candidate in plan.candidates:
-        if candidate.predicted_ms is not None and candidate.predicted_ms < plan.predicted_ms * (1 - RELATIVE_TOLERANCE):
+        if candidate.predicted_ms is None or candidate.predicted_ms >= plan.predicted_ms * (1 - RELATIVE_TOLERANCE):
+            continue
+        if candidate.flow_ms is None or candidate.flow_ms <= taken_flow_ms * (1 - RELATIVE_TOLERANCE):
             raise PlanError(
                 f"{where}: candidate {candidate.strategy} was planned at {candidate.predicted_ms} ms, faster than the "
                 f"plan's {plan.predicted_ms} ms"
             )
+
+
+def _check_candidate_bounds(plan: StepPlan, where: str) -> None:
+    expected_ms = plan.predicted_ms
+    for candidate in plan.candidates:
+        if candidate.bound_ms is None:
+            continue
+        expected_ms = min(expected_ms, candidate.bound_ms)
+        own_ms = candidate.predicted_ms
+        if own_ms is not None and candidate.bound_ms > own_ms * (1 + RELATIVE_TOLERANCE):
+            raise PlanError(
+                f"{where}: candidate {candidate.strategy}: bound_ms {candidate.bound_ms} is above its predicted time "
+                f"of {own_ms} ms"
+            )
+    if any(candidate.bound_ms is not None for candidate in plan.candidates):
+        _check_equal(f"{where}: bound_ms (the least of the candidates')", expected_ms, plan.bound_ms)
 
 
 def _check_equal(what: str, expected_ms: float, got_ms: float) -> None:

@@ -13,6 +13,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from hgraph.strategy import Pool
+
 __all__ = ["Candidate", "ReplicaPlan", "SequencedPlan", "StepPlan"]
 
 
@@ -26,12 +28,16 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Why a strategy was or was not taken: its time (None where nothing was planned), its bound and one sentence."""
+    """Why a strategy was or was not taken: its time (None where nothing was planned), its bound and one sentence.
+
+    All times in ms, bridges included; `flow_ms` is None where nothing was planned.
+    """
 
     strategy: str
     predicted_ms: float | None
     bound_ms: float | None
     reason: str
+    flow_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,9 @@ class StepPlan:
     """The plan of one step.
 
     `predicted_ms` is the time of the slowest replica (simulated schedule) plus the bridges of the strategy; `bound_ms`
-    the smallest lower bound among the pool's strategies; `gap` = predicted_ms / bound_ms - 1.
+    the smallest lower bound among the pool's strategies; `gap` = predicted_ms / bound_ms - 1. `flow_ms` is another
+    time of the same plan: of each replica the sum over its micro-batches plus (pp - 1) times its largest, the slowest
+    replica, without the bridges.
     """
 
     step: int
@@ -51,6 +59,7 @@ class StepPlan:
     solver: str
     candidates: tuple[Candidate, ...] = ()
     plan_ms: float = 0.0
+    flow_ms: float = 0.0
 
     @property
     def parts(self) -> tuple[StepPlan, ...]:
@@ -61,6 +70,12 @@ class StepPlan:
     def sequences(self) -> tuple[int, ...]:
         """The indices of all sequences, in order of replica and micro-batch."""
         return tuple(index for replica in self.replicas for own in replica.micro_batches for index in own)
+
+    def idle_ranks(self, pool: Pool) -> tuple[int, ...]:
+        """Returns the pool's ranks that run nothing: in no replica of the strategy, or in one without sequences."""
+        replicas = zip(pool[self.strategy].replicas, self.replicas, strict=True)
+        busy = {rank for replica, own in replicas if own.micro_batches for rank in replica.ranks}
+        return tuple(rank for rank in range(pool.num_ranks) if rank not in busy)
 
     def renumbered(self, numbers: Sequence[int]) -> StepPlan:
         """Returns the same plan with `numbers[i]` for every index i."""
@@ -120,6 +135,10 @@ class SequencedPlan:
     @property
     def plan_ms(self) -> float:
         return sum(part.plan_ms for part in self.parts)
+
+    @property
+    def flow_ms(self) -> float:
+        return sum(part.flow_ms for part in self.parts)
 
     @property
     def bound_ms(self) -> float:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from hgraph.action import Action, Edge, Schedule
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.schedule import lower
 
-__all__ = ["SimulatedStep", "Span", "schedule_bound_ms", "schedule_ms", "simulate"]
+__all__ = ["SimulatedStep", "Span", "flow_ms", "schedule_bound_ms", "schedule_ms", "schedules_ms", "simulate"]
 
 FORWARD_SHARE = 1.0 / 3.0
 
@@ -71,6 +73,36 @@ def _one_forward_one_backward_ms(num_stages: int, forward_ms: list[float], backw
                 arrival = now
             free[stage] = now
     return max(free)
+
+
+def schedules_ms(
+    name: str, num_stages: int, micro_batch_ms: NDArray[np.float64], forward_share: float = FORWARD_SHARE
+) -> NDArray[np.float64]:
+    """Returns `schedule_ms` of every row of `micro_batch_ms` [rows, micro-batches] at once, in ms."""
+    num_rows, num = micro_batch_ms.shape
+    if num == 0:
+        return np.zeros(num_rows)
+    if name == "gpipe" or num_stages == 1:
+        return np.asarray(micro_batch_ms.sum(axis=1) + (num_stages - 1) * micro_batch_ms.max(axis=1))
+    forward_ms = np.ascontiguousarray(micro_batch_ms.T) * forward_share
+    backward_ms = np.ascontiguousarray(micro_batch_ms.T) - forward_ms
+    free = np.zeros((num_stages, num_rows))
+    backward_end = np.zeros((num_stages + 1, num_rows))
+    for m in range(num + num_stages):
+        for stage in range(num_stages):
+            behind = m - num_stages + stage
+            if 0 <= behind < num:
+                backward_end[stage] = np.maximum(backward_end[stage + 1], free[stage]) + backward_ms[behind]
+                free[stage] = backward_end[stage]
+            if m < num:
+                arrival = free[stage - 1] if stage else 0.0
+                free[stage] = np.maximum(arrival, free[stage]) + forward_ms[m]
+    return np.asarray(free.max(axis=0))
+
+
+def flow_ms(num_stages: int, micro_batch_ms: Sequence[float]) -> float:
+    """Returns sum t + (num_stages - 1) max t in ms, 0.0 for none: exact for GPipe, an upper model of 1F1B."""
+    return sum(micro_batch_ms) + (num_stages - 1) * max(micro_batch_ms) if micro_batch_ms else 0.0
 
 
 def schedule_bound_ms(num_stages: int, micro_batch_ms: Sequence[float]) -> float:

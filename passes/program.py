@@ -1,9 +1,11 @@
 """Programs: a local graph as a Python generator that yields wherever ranks must talk.
 
 A program's inputs are a dictionary by placeholder name; values are dropped at their last use, also from the caller's
-dictionary where the placeholder is `saved` or `received`, so that peak memory is that of eager. `communicate(index,
-value, may_overwrite)` is given by the runtime; it returns a generator whose result is the value under the target
-annotation of `Program.reshards[index]`.
+dictionary where the placeholder is `saved` or `received`, so that peak memory is that of eager. Two functions are
+given by the runtime. `communicate(index, value, may_overwrite)` returns a generator whose result is the value under the
+target annotation of `Program.reshards[index]`. `deliver(name, value)` returns a generator that takes the gradient of a
+parameter as soon as it is computed, so that it need not be kept and may leave while the program goes on. The other
+outputs are returned by key.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from hgraph.shard_map import shard_map
 __all__ = ["LocalReshard", "Program", "communicate", "compile_program", "local_length"]
 
 CONSUMED_ROLES = ("saved", "received")
+DELIVERED = "gradient:"
+"""How the keys of outputs begin that are delivered where they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,20 @@ def compile_program(graph: fx.Graph, reshards: tuple[LocalReshard, ...]) -> Prog
     """Returns the program of a local graph."""
     constants: dict[str, Any] = {}
     # The unreachable yield makes a generator also of a program that never communicates.
-    lines = ["def run(inputs, communicate):", "    if False:", "        yield"]
-    last_use = _last_uses(graph)
+    lines = ["def run(inputs, communicate, deliver):", "    if False:", "        yield"]
+    delivered, returned = _outputs(graph)
+    last_use = _last_uses(graph, returned)
+    used_later = {used for own in last_use.values() for used in own}
     for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"    return {_text(returned, constants)}")
+            continue
         lines.append("    " + _statement(node, constants))
+        lines += [f"    yield from deliver({name!r}, {node.name})" for name in delivered.get(node, ())]
         dead = [used for used in last_use.get(node, ()) if used is not node]
-        if node.op == "call_function" and not node.users:
+        if node not in used_later and (node.op == "call_function" or node in delivered):
             dead.append(node)
-        if dead and node.op != "output":
+        if dead:
             lines.append(f"    del {', '.join(used.name for used in dead)}")
     source = "\n".join(lines) + "\n"
     namespace: dict[str, Any] = dict(constants)
@@ -86,11 +96,24 @@ def compile_program(graph: fx.Graph, reshards: tuple[LocalReshard, ...]) -> Prog
     return Program(graph, source, namespace["run"], reshards)
 
 
-def _last_uses(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
+def _outputs(graph: fx.Graph) -> tuple[dict[fx.Node, list[str]], dict[str, fx.Node]]:
+    """Returns the names of parameters whose gradient a node is, and the outputs by key that are returned at the end."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    values = output.args[0]
+    assert isinstance(values, dict)
+    delivered: dict[fx.Node, list[str]] = {}
+    for key, node in values.items():
+        if key.startswith(DELIVERED):
+            delivered.setdefault(node, []).append(key.removeprefix(DELIVERED))
+    return delivered, {key: node for key, node in values.items() if not key.startswith(DELIVERED)}
+
+
+def _last_uses(graph: fx.Graph, returned: Mapping[str, fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
+    """Returns the nodes whose value each node is the last to use; of the outputs, those that are returned."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for used in node.all_input_nodes:
+        for used in node.all_input_nodes if node.op != "output" else returned.values():
             if used not in seen:
                 seen.add(used)
                 result.setdefault(node, []).append(used)
@@ -101,8 +124,6 @@ def _statement(node: fx.Node, constants: dict[str, Any]) -> str:
     if node.op == "placeholder":
         take = "inputs.pop" if info(node).role in CONSUMED_ROLES else "inputs.__getitem__"
         return f"{node.name} = {take}({str(node.target)!r})"
-    if node.op == "output":
-        return f"return {_text(node.args[0], constants)}"
     if node.target is communicate:
         value, index, may_overwrite = node.args
         return f"{node.name} = yield from communicate({index}, {_text(value, constants)}, {may_overwrite})"

@@ -34,9 +34,18 @@ from runtime.buffer_pool import BufferPool
 from runtime.requests import Await, Exchange, Post, Posted, RankGenerator, Receive, Send, Signal, Wait
 from runtime.reshard import neutral_value
 
-__all__ = ["Bridge", "Sources", "arrived", "ended", "landed", "posted"]
+__all__ = ["Bridge", "LaterSources", "Sources", "arrived", "ended", "landed", "posted"]
 
 Sources = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaterSources:
+    """Sources that become final one by one: `tensor(name)` is asked for after the event `ready(name)`."""
+
+    ready: Callable[[str], str]
+    tensor: Callable[[str], Tensor]
+
 
 _FIRST_TAG = 1
 """Messages between stages have tag 0."""
@@ -93,11 +102,10 @@ class Bridge:
 
     def run(
         self,
-        tensors: Sources | Callable[[], Sources],
+        tensors: Sources | LaterSources,
         label: str,
         *,
         results: dict[str, Tensor] | None = None,
-        ready: str | None = None,
     ) -> RankGenerator[dict[str, Tensor]]:
         """Returns, by name, what this rank holds under the targets, in the bridge's dtype.
 
@@ -105,12 +113,11 @@ class Bridge:
         None. A tensor that need not move is returned itself where it has the dtype already. The sources must stay as
         they are until the end.
 
-        As a task: `tensors` may be a function, called when they are needed first and, where `ready` is given, after
-        that event. `results` is filled as tensors arrive; once all are there that this rank holds, the event
-        `arrived(label)` is signalled, and at the end `ended(label)`. `sent(label, k)` and `received(label, k)` say that
-        bucket k has left and has come.
+        As a task: a bucket waits for those of its `LaterSources` that this rank holds. `results` is filled as tensors
+        arrive; once all are there that this rank holds, the event `arrived(label)` is signalled, and at the end
+        `ended(label)`. `posted(label, k)` and `landed(label, k)` say that bucket k has left and has come.
         """
-        run = _Run(self, tensors, label, {} if results is None else results, ready)
+        run = _Run(self, tensors, label, {} if results is None else results)
         yield from run.all_buckets()
         return run.results
 
@@ -156,21 +163,18 @@ class _Run:
     def __init__(
         self,
         bridge: Bridge,
-        tensors: Sources | Callable[[], Sources],
+        tensors: Sources | LaterSources,
         label: str,
         results: dict[str, Tensor],
-        ready: str | None,
     ) -> None:
-        self.bridge, self.label, self.results, self.ready = bridge, label, results, ready
-        self.tensors = tensors
+        self.bridge, self.label, self.results = bridge, label, results
+        self.later = tensors if isinstance(tensors, LaterSources) else None
+        self.sources = self._checked(tensors) if isinstance(tensors, Mapping) else {}
         self.targets: dict[int, Tensor] = {}
-        self._sources: dict[int, Tensor] | None = None
         self._missing: set[int] = set()
 
     def all_buckets(self) -> RankGenerator[None]:
         bridge = self.bridge
-        if not callable(self.tensors):
-            self._sources = self._checked(self.tensors)
         self._missing = {bucket.number for bucket in bridge.buckets if bucket.targets}
         if not self._missing:
             yield Signal(arrived(self.label))
@@ -178,8 +182,7 @@ class _Run:
         try:
             flight: _Flight | None = None
             for bucket in bridge.buckets:
-                if bucket.sources and self._sources is None:
-                    yield from self._await_sources()
+                yield from self._await_sources(bucket)
                 self._new_targets(bucket)
                 if bucket.steps:
                     flight = yield from self._send(bucket, buffers[0], flight)
@@ -193,11 +196,15 @@ class _Run:
                 bridge.pool.give_back(buffer)
         yield Signal(ended(self.label))
 
-    def _await_sources(self) -> RankGenerator[None]:
-        if self.ready is not None:
-            yield Await(self.ready)
-        assert callable(self.tensors)
-        self._sources = self._checked(self.tensors())
+    def _await_sources(self, bucket: LocalBucket) -> RankGenerator[None]:
+        if self.later is None:
+            return
+        for position in bucket.sources:
+            name = self.bridge.names[position]
+            yield Await(self.later.ready(name))
+            tensor = self.later.tensor(name)
+            self._check(position, tensor)
+            self.sources[position] = tensor
 
     def _send(self, bucket: LocalBucket, buffer: Tensor, previous: _Flight | None) -> RankGenerator[_Flight]:
         """Sends a bucket level by level, each once the one before has landed; the last is left on its way.
@@ -274,8 +281,7 @@ class _Run:
     def _read(self, part: Part, sums: Sequence[Tensor]) -> Tensor:
         if part.origin == "scratch":
             return sums[part.sum]
-        held = self._sources if part.origin == "source" else self.targets
-        assert held is not None
+        held = self.sources if part.origin == "source" else self.targets
         return held[part.tensor][part.slices]
 
     def _new_targets(self, bucket: LocalBucket) -> None:
@@ -286,8 +292,7 @@ class _Run:
     def _new_target(self, position: int) -> Tensor:
         local, dtype, device = self.bridge.local[position], self.bridge.dtype, self.bridge.device
         if local.is_in_place:
-            assert self._sources is not None
-            return self._sources[position].to(dtype)
+            return self.sources[position].to(dtype)
         assert local.target is not None
         if local.is_covered:
             return torch.empty(local.target, dtype=dtype, device=device)
@@ -299,19 +304,20 @@ class _Run:
         unknown = [name for name in tensors if name not in bridge.plan.positions]
         if unknown:
             raise InvalidInput(f"bridge: expected tensors of its plan, got {', '.join(unknown)}")
-        sources = {}
-        for position, (name, local) in enumerate(zip(bridge.names, bridge.local, strict=True)):
-            tensor = tensors.get(name)
-            got = None if tensor is None else tuple(tensor.shape)
-            if local.source != got:
-                reshard = bridge.plan.tensors[position].reshard
-                raise InvalidInput(
-                    f"bridge: {name}: rank {bridge.rank} expected {_shape_text(local.source)}, got {_shape_text(got)}, "
-                    f"of {list(reshard.shape)} as {reshard.source}"
-                )
-            if tensor is not None:
-                sources[position] = tensor
-        return sources
+        for position, name in enumerate(bridge.names):
+            self._check(position, tensors.get(name))
+        given = ((bridge.plan.positions[name], tensor) for name, tensor in tensors.items())
+        return {position: tensor for position, tensor in given if tensor is not None}
+
+    def _check(self, position: int, tensor: Tensor | None) -> None:
+        bridge, expected = self.bridge, self.bridge.local[position].source
+        got = None if tensor is None else tuple(tensor.shape)
+        if expected != got:
+            reshard = bridge.plan.tensors[position].reshard
+            raise InvalidInput(
+                f"bridge: {bridge.names[position]}: rank {bridge.rank} expected {_shape_text(expected)}, got "
+                f"{_shape_text(got)}, of {list(reshard.shape)} as {reshard.source}"
+            )
 
 
 def _shape_text(shape: Sequence[int] | None) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import Field, ValidationError
@@ -21,9 +21,12 @@ from ruamel.yaml import YAML
 from hgraph.errors import FileErrors, InvalidInput, Problem
 from hgraph.yaml_report import STRICT, Document, Key, key_text, problems_of, read_document, read_text, validate
 from runtime.corpus.config import CorpusConfig
-from runtime.models.llama import LlamaConfig
-from runtime.optimizer import AdamW
+from runtime.models.llama_config import LlamaConfig
+from strategies.ahead import PlanAhead
 from strategies.options import PlannerOptions
+
+if TYPE_CHECKING:
+    from runtime.optimizer import AdamW
 
 __all__ = [
     "BridgeConfig",
@@ -143,6 +146,8 @@ class OptimizerConfig:
 
     def adamw(self, steps: int) -> AdamW:
         """Returns the settings as what the program takes, for a run of `steps` steps."""
+        from runtime.optimizer import AdamW  # with torch, which reading a configuration needs not
+
         total_steps = steps if self.total_steps is None else self.total_steps
         warmup_steps = min(10, total_steps // 4) if self.warmup_steps is None else self.warmup_steps
         return AdamW(**{**asdict(self), "total_steps": total_steps, "warmup_steps": warmup_steps})
@@ -165,19 +170,28 @@ class MemoryConfig:
 
 @settings
 class PlannerConfig:
-    """How hard to plan, and how many steps ahead (`depth`). The other settings are those of `PlannerOptions`."""
+    """How hard to plan (as `PlannerOptions`), and how far ahead, by how many processes at most (as `PlanAhead`).
+
+    `wait`: a step waits for its `best` plan, or takes whatever is there, at worst the `first` (not reproducible).
+    """
 
     depth: Positive = 2
+    workers: Positive = 2
+    wait: Literal["best", "first"] = "best"
     gap: ZeroOrMore = 0.005
     only: str | None = None
     program: bool = True
     max_nodes: Count = 20
-    max_programs: Count = 2
+    max_programs: Count = 4
 
     def options(self) -> PlannerOptions:
         """Returns the settings of one plan."""
-        values = {key: value for key, value in asdict(self).items() if key != "depth"}
+        values = {key: value for key, value in asdict(self).items() if key not in ("depth", "workers", "wait")}
         return PlannerOptions(**values)
+
+    def ahead(self) -> PlanAhead:
+        """Returns the settings of planning ahead."""
+        return PlanAhead(self.depth, self.workers, self.wait)
 
 
 @settings

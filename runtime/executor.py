@@ -28,7 +28,7 @@ from passes.split_stages import Transfer
 from runtime.requests import RankGenerator, Signal
 from runtime.reshard import PreparedReshard, prepare, run_reshard
 
-__all__ = ["MicroBatchResult", "RankExecutor", "begins"]
+__all__ = ["MicroBatchResult", "RankExecutor", "begins", "is_final"]
 
 _PROBE = (1013, 7)
 _MOST_SHAPES = 64
@@ -157,17 +157,28 @@ class RankExecutor:
         return schedule
 
     def run(
-        self, parameters: Mapping[str, Tensor], micro_batches: Sequence[Packed], scale: Tensor
+        self,
+        parameters: Mapping[str, Tensor],
+        micro_batches: Sequence[Packed],
+        scale: Tensor,
+        gradients: dict[str, Tensor] | None = None,
+        *,
+        is_last: bool = True,
     ) -> RankGenerator[MicroBatchResult]:
         """Runs forward and backward of all micro-batches. `scale` multiplies the loss sum (1 / labelled tokens).
 
-        Every computation signals that it `begins`.
+        Gradients are added to what `gradients` begins with, in place, by name. Every computation signals that it
+        `begins`, and every gradient, in the last micro-batch, that it `is_final`; the latter not where other strategies
+        go on with the gradients in the same step (`is_last` False).
         """
-        step = _Step(self, parameters, micro_batches, scale)
+        step = _Step(self, parameters, micro_batches, scale, {} if gradients is None else gradients, is_last)
         for action in self.schedule(len(micro_batches)).stages[self.stage]:
             if action.is_compute:
                 yield Signal(begins(action))
             yield from step.run(action)
+        if is_last and not micro_batches:
+            for name in self.gradients:
+                yield Signal(is_final(name))
         return step.result()
 
     def last_backward(self, num_micro_batches: int) -> Action | None:
@@ -185,13 +196,24 @@ def begins(action: Action) -> str:
     return f"{action} begins"
 
 
+def is_final(name: str) -> str:
+    """Returns the event that nothing is added to the gradient of a parameter any more on a rank."""
+    return f"gradient {name} is final"
+
+
 class _Step:
     """The live values of one step on one rank."""
 
     def __init__(
-        self, executor: RankExecutor, parameters: Mapping[str, Tensor], batches: Sequence[Packed], scale: Tensor
+        self,
+        executor: RankExecutor,
+        parameters: Mapping[str, Tensor],
+        batches: Sequence[Packed],
+        scale: Tensor,
+        gradients: dict[str, Tensor],
+        is_last: bool,
     ) -> None:
-        self.executor, self.batches = executor, batches
+        self.executor, self.batches, self.gradients, self.is_last = executor, batches, gradients, is_last
         self.base = {f"parameter:{name}": tensor for name, tensor in parameters.items()}
         self.base |= executor.buffers
         self.base["scale:scale"] = scale
@@ -201,8 +223,8 @@ class _Step:
         self.outgoing: dict[tuple[str, int], Tensor] = {}
         self.incoming: dict[int, dict[str, Tensor]] = {}
         self.loss: list[Tensor] = []
-        self.gradients: dict[str, Tensor] = {}
         self.peak = 0
+        self.backward_left = len(batches)
 
     def run(self, action: Action) -> RankGenerator[None]:
         if action.kind == "F":
@@ -213,7 +235,7 @@ class _Step:
 
     def _forward(self, number: int) -> RankGenerator[None]:
         program, routes = self.executor.program.forward, self.executor.forward_routes
-        outputs = yield from program.run(self._inputs(number), self._communicate(routes, number))
+        outputs = yield from program.run(self._inputs(number), self._communicate(routes, number), self._deliver)
         self.saved[number] = {}
         self.peak = max(self.peak, len(self.saved))
         self._store(outputs, number)
@@ -221,7 +243,8 @@ class _Step:
     def _backward(self, number: int) -> RankGenerator[None]:
         program, routes = self.executor.program.backward, self.executor.backward_routes
         inputs = self._inputs(number) | self.saved.pop(number)
-        outputs = yield from program.run(inputs, self._communicate(routes, number))
+        self.backward_left -= 1
+        outputs = yield from program.run(inputs, self._communicate(routes, number), self._deliver)
         self._store(outputs, number)
 
     def _inputs(self, number: int) -> dict[str, Tensor]:
@@ -240,17 +263,18 @@ class _Step:
                 self.saved[number][name] = value
             elif kind == "send":
                 self.outgoing[rest, number] = value
-            elif kind == "gradient":
-                self._accumulate(rest, value)
             elif self.executor.counts_loss:
                 self.loss.append(value.detach())
 
-    def _accumulate(self, name: str, value: Tensor) -> None:
+    def _deliver(self, name: str, value: Tensor) -> RankGenerator[None]:
+        """Adds a micro-batch's gradient to the sum of those before it."""
         total = self.gradients.get(name)
         if total is None:
             self.gradients[name] = value.to(self.executor.accumulate, copy=True)
         else:
             total.add_(value)
+        if self.is_last and not self.backward_left:
+            yield Signal(is_final(name))
 
     def _communicate(self, routes: list[_Route], number: int) -> Callable[..., RankGenerator[Tensor | None]]:
         sizes = self.sizes[number]

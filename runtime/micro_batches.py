@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hgraph.capture import Captured
 from hgraph.data.batches import GlobalBatch
-from hgraph.data.check_packed import check_packed
 from hgraph.data.packed import Packed, pack
+from hgraph.data.packed_checker import check_packed
 from hgraph.errors import InvalidInput
 from hgraph.graph import TOKENS, info
 from runtime.lookups import Lookup, check_lookups, lookups_of

@@ -14,8 +14,9 @@ from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cluster import Cluster
+from strategies.ahead import PlanAhead, PlannedStep, PlanTimes
+from strategies.anytime import AnytimePlanner, planned_step
 from strategies.options import PlannerOptions
-from strategies.select import plan_step
 from strategies.service import PlanService
 
 __all__ = ["Planning"]
@@ -24,40 +25,50 @@ __all__ = ["Planning"]
 class Planning:
     """Gives the plan of a batch, the same on every rank.
 
-    With `depth` 0 plans are made in the step; otherwise up to `depth` steps ahead, in a process that starts on
-    first use.
+    `ahead` says how many steps are planned before they are needed, in processes that start on first use; a number is
+    the depth. With depth 0 plans are made in the step.
     """
 
-    def __init__(self, pool: Pool, profile: Profile, options: PlannerOptions, depth: int, cluster: Cluster) -> None:
-        self.pool, self.profile, self.options, self.depth, self.cluster = pool, profile, options, depth, cluster
+    def __init__(
+        self, pool: Pool, profile: Profile, options: PlannerOptions, ahead: PlanAhead | int, cluster: Cluster
+    ) -> None:
+        self.pool, self.profile, self.options, self.cluster = pool, profile, options, cluster
+        self.how_ahead = PlanAhead(ahead) if isinstance(ahead, int) else ahead
         self._service: PlanService | None = None
+        self._planners: dict[PlannerOptions, AnytimePlanner] = {}
         self._number = 0
         self._submitted: dict[int, tuple[GlobalBatch, int]] = {}
 
-    def plan(self, batch: GlobalBatch, step: int) -> tuple[StepPlan, float]:
-        """Returns the plan of `batch` and how long this waited for it, in ms. Collective."""
-        answer: StepPlan | HydraulisError | None = None
-        start_s = time.perf_counter()
+    @property
+    def depth(self) -> int:
+        return self.how_ahead.depth
+
+    def plan(self, batch: GlobalBatch, step: int) -> tuple[StepPlan, PlanTimes]:
+        """Returns the plan of `batch` and how it came about. Collective."""
+        answer: PlannedStep | HydraulisError | None = None
         if 0 in self.cluster.local_ranks:
             answer = self._own_plan(batch, step)
-        waited_ms = 1e3 * (time.perf_counter() - start_s)
-        answer, waited_ms = self.cluster.broadcast((answer, waited_ms))
+        answer = self.cluster.broadcast(answer)
         if isinstance(answer, HydraulisError):
             raise answer
         assert answer is not None
-        return replace(answer, step=step), waited_ms
+        return replace(answer.plan, step=step), answer.times
+
+    def take_notes(self) -> list[str]:
+        """Returns what happened to planner processes since this was last asked: on rank 0, nothing on others."""
+        return self._service.take_notes() if self._service is not None else []
 
     def plan_parts(
         self, batch: GlobalBatch, step: int, parts: Sequence[tuple[str, Sequence[int]]]
-    ) -> tuple[SequencedPlan, float]:
+    ) -> tuple[SequencedPlan, PlanTimes]:
         """Returns the plan that runs each part, (strategy, positions of its sequences), in turn. Collective."""
         parts = self._agreed_parts(parts, len(batch))
-        plans, waited_ms = [], 0.0
+        plans, times = [], []
         for name, positions in parts:
-            plan = self._part(step, name, [batch.lengths[position] for position in positions])
-            plans.append(plan.renumbered(positions))
-            waited_ms += plan.plan_ms
-        return SequencedPlan(tuple(plans)), waited_ms
+            planned = self._part(step, name, [batch.lengths[position] for position in positions])
+            plans.append(planned.plan.renumbered(positions))
+            times.append(planned.times)
+        return SequencedPlan(tuple(plans)), sum_of(times)
 
     def _agreed_parts(self, parts: object, num_sequences: int) -> list[tuple[str, list[int]]]:
         """Returns the parts in plain types; raises on every rank where they are wrong, or not the same on all."""
@@ -77,9 +88,9 @@ class Planning:
                 )
         return list(everyone[0])
 
-    def _part(self, step: int, name: str, lengths: Sequence[int]) -> StepPlan:
+    def _part(self, step: int, name: str, lengths: Sequence[int]) -> PlannedStep:
         """Returns the plan of sequences of `lengths` under one strategy."""
-        answer: StepPlan | HydraulisError | None = None
+        answer: PlannedStep | HydraulisError | None = None
         if 0 in self.cluster.local_ranks:
             answer = self._guarded(step, lambda: self._here(lengths, step, replace(self.options, only=name)))
         answer = self.cluster.broadcast(answer)
@@ -93,7 +104,7 @@ class Planning:
         queue: deque[GlobalBatch] = deque()
         for batch in batches:
             queue.append(batch)
-            self._submit(batch)
+            self._submit(batch, step)
             if len(queue) > self.depth:
                 yield self._take(queue)
         while queue:
@@ -108,22 +119,23 @@ class Planning:
     def _take(self, queue: deque[GlobalBatch]) -> GlobalBatch:
         return queue.popleft()
 
-    def _submit(self, batch: GlobalBatch) -> None:
+    def _submit(self, batch: GlobalBatch, step: Callable[[], int]) -> None:
         if self.depth == 0 or 0 not in self.cluster.local_ranks:
             return
         if self._service is None:
             # One more than the depth: the step that is running has not been taken yet.
-            self._service = PlanService(self.pool, self.profile, self.options, self.depth + 1)
+            ahead = replace(self.how_ahead, depth=self.depth + 1)
+            self._service = PlanService(self.pool, self.profile, self.options, ahead)
         while len(self._submitted) > self.depth:
             # A batch that was skipped: its plan is of no use any more.
             _, number = self._submitted.pop(next(iter(self._submitted)))
-            self._service.result(number)
+            self._service.drop(number)
+        self._number = max(self._number, step()) + 1
         self._service.submit(self._number, batch.lengths)
         self._submitted[id(batch)] = (batch, self._number)
-        self._number += 1
 
-    def _own_plan(self, batch: GlobalBatch, step: int) -> StepPlan | HydraulisError:
-        def made() -> StepPlan:
+    def _own_plan(self, batch: GlobalBatch, step: int) -> PlannedStep | HydraulisError:
+        def made() -> PlannedStep:
             if id(batch) in self._submitted and self._service is not None:
                 _, number = self._submitted.pop(id(batch))
                 return self._service.result(number)
@@ -131,7 +143,7 @@ class Planning:
 
         return self._guarded(step, made)
 
-    def _guarded(self, step: int, made: Callable[[], StepPlan]) -> StepPlan | HydraulisError:
+    def _guarded(self, step: int, made: Callable[[], PlannedStep]) -> PlannedStep | HydraulisError:
         """Returns the plan, or what went wrong: the other ranks wait for an answer."""
         try:
             return made()
@@ -142,10 +154,24 @@ class Planning:
             problem.__cause__ = error
             return problem
 
-    def _here(self, lengths: Sequence[int], step: int, options: PlannerOptions) -> StepPlan:
+    def _here(self, lengths: Sequence[int], step: int, options: PlannerOptions) -> PlannedStep:
+        """Returns the plan made in this process, which waits for all of it."""
         start_s = time.perf_counter()
-        plan = plan_step(self.pool, self.profile, lengths, step=step, options=options)
-        return replace(plan, plan_ms=1e3 * (time.perf_counter() - start_s))
+        if options not in self._planners:
+            self._planners[options] = AnytimePlanner(self.pool, self.profile, options)
+        made = list(self._planners[options].answers(lengths, step))
+        return planned_step(made[0], made[-1], 1e3 * (time.perf_counter() - start_s))
+
+
+def sum_of(times: Sequence[PlanTimes]) -> PlanTimes:
+    """Returns how several plans came about that were made one after another."""
+    return PlanTimes(
+        waited_ms=sum(own.waited_ms for own in times),
+        latency_ms=sum(own.latency_ms for own in times),
+        total_ms=sum(own.total_ms for own in times),
+        first_predicted_ms=sum(own.first_predicted_ms for own in times),
+        ran_solver=any(own.ran_solver for own in times),
+    )
 
 
 def _checked_parts(parts: object, num_sequences: int, names: Sequence[str]) -> list[tuple[str, list[int]]]:

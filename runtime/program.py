@@ -46,6 +46,7 @@ from runtime.planning import Planning
 from runtime.rank_step import Executable, RankOutcome, RankState, StepFacts, rank_step
 from runtime.step_output import StepOutput
 from runtime.weights import gather, initial_value, write_back
+from strategies.ahead import PlanAhead, PlanTimes
 from strategies.options import PlannerOptions
 
 __all__ = ["Program", "compile"]
@@ -61,7 +62,7 @@ def compile(
     profile: Profile | Callable[[Program], Profile] | None = None,
     limits: MemoryLimits | None = None,
     planner: PlannerOptions | None = None,
-    depth: int = 2,
+    depth: int | PlanAhead = 2,
     bucket_mb: float = 25.0,
     topology: Topology | None = None,
     fields: Mapping[str, Tensor] | None = None,
@@ -79,7 +80,7 @@ def compile(
     - `seed`: initialises parameters that are on the meta device; weights that are there are kept.
     - `fields`: one example (24 tokens or 3 sequences) of each further field that the loss reads from `packed.fields`;
       the data set gives those of each sequence (`fields(i)`, see `hgraph/data/dataset.py`).
-    - `depth`: how many steps `Program.ahead` plans before they are needed, in a process of its own; 0 plans in step.
+    - `depth`: how many steps `Program.ahead` plans before they are needed (`PlanAhead` says more); 0 plans in step.
     - `bucket_mb`: parameters and gradients travel in buckets of up to so many megabytes (10^6 bytes) a rank, two of
       which are on their way at a time (`runtime/bridge.py`).
     - `topology`: nodes and links of the cluster, by which senders and relays of the bridges are chosen; without it all
@@ -184,9 +185,9 @@ class Program:
     def run_plan(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan) -> StepOutput:
         """Trains on a batch by a given plan. Collective."""
         self.cluster.enter(f"step {self.step_count + 1}")
-        return self._update(batch, plan, 0.0)
+        return self._update(batch, plan, None)
 
-    def _update(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, plan_wait_ms: float) -> StepOutput:
+    def _update(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan, times: PlanTimes | None) -> StepOutput:
         outcome = self._run(batch, plan, update=True)
         self.step_count += 1
         self.next_batch = batch.next_state
@@ -201,7 +202,7 @@ class Program:
             learning_rate=outcome.learning_rate,
             measured_ms=outcome.measured_ms,
             replica_ms=outcome.replica_ms,
-            plan_wait_ms=plan_wait_ms,
+            plan_times=times,
             bridge_bytes=self._bytes_moved(plan) if batch.num_targets else 0,
             compiled_graphs=self.compiled_graphs,
             peak_live_micro_batches=outcome.peak_live_micro_batches,

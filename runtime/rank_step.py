@@ -2,10 +2,10 @@
 
 Overlap. Both bridges are tasks beside the rank's own work. Parameters travel in the order in which stages use them; a
 rank computes as soon as it has all that its own stage needs, while later buckets, of which it owns parts or passes them
-on, travel on. Gradients leave stage by stage: all of a rank's own are final after its last backward pass, when its task
-sends them, the last stage's first; its task receives those of others from shortly before that. Within a stage, all
-gradients become final together, at the end of its program. Where tasks have no threads (`runtime/tasks.py`) the same
-messages are sent before and after the rank's work instead.
+on, travel on. Gradients leave layer by layer, the last one's first: a bucket is sent once the rank's last backward pass
+has added to all that it holds of it, while that pass goes on with the layers before; the task receives those of others
+from shortly before that pass. Where tasks have no threads (`runtime/tasks.py`) the same messages are sent before and
+after the rank's work instead.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hgraph.errors import InvalidInput, NonFiniteLoss
 from hgraph.plan import StepPlan
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Strategy
-from runtime.bridge import Bridge, arrived, ended
+from runtime.bridge import Bridge, LaterSources, arrived, ended
 from runtime.bridge_planner import StrategyBridges
 from runtime.buffer_pool import BufferPool
 from runtime.direct_switch import DirectSwitch
-from runtime.executor import MicroBatchResult, RankExecutor, begins
+from runtime.executor import MicroBatchResult, RankExecutor, begins, is_final
 from runtime.layouts import parameter_of
 from runtime.micro_batches import Contents, pack_micro_batch
 from runtime.optimizer import ShardedAdamW
-from runtime.requests import AllGather, AllReduce, Await, Join, RankGenerator, Signal, Start, Task
+from runtime.requests import AllGather, AllReduce, Await, Join, RankGenerator, Start, Task
 
 __all__ = [
     "Executable",
@@ -49,7 +49,6 @@ __all__ = [
 
 _MESSAGE_BYTES = 2048
 PARAMETERS, GRADIENTS = "bridge parameters", "bridge gradients"
-GRADIENTS_FINAL = "gradients are final"
 
 
 @dataclass(slots=True)
@@ -161,28 +160,27 @@ def _run_strategies(
     parameters, incoming = yield from _begin_parameters(state, executables[0])
     if len(executables) > 1:
         yield Join(incoming)
-    left: dict[str, Tensor] = {}
-    begun: Mapping[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     results: list[MicroBatchResult | None] = []
     run_ms: list[float] = []
     for part, executable in enumerate(executables):
         if part:
             switch = state.switches[facts.plans[part - 1].strategy, facts.plans[part].strategy]
-            parameters, begun = yield from _switch(state, switch, executables[part - 1], parameters, results[-1])
-        if part == len(executables) - 1:
-            outgoing = yield Start(_gradient_task(executable, len(micro_batches[part]), left), GRADIENTS)
+            parameters, gradients = yield from _switch(state, switch, executables[part - 1], parameters, gradients)
+        is_last = part == len(executables) - 1
+        if is_last:
+            outgoing = yield Start(_gradient_task(state, executable, len(micro_batches[part]), gradients), GRADIENTS)
         start_s = time.perf_counter()
         scale = 1.0 / facts.batch.num_targets
-        result = yield from run_micro_batches(state, executable, parameters, micro_batches[part], scale)
+        result = yield from run_micro_batches(
+            state, executable, parameters, micro_batches[part], scale, gradients, is_last=is_last
+        )
         run_ms.append(1e3 * (time.perf_counter() - start_s))
-        results.append(_with_begun(result, begun))
-    left.update(_gradient_sources(state, executables[-1], results[-1]))
-    yield Signal(GRADIENTS_FINAL)
+        results.append(result)
     if len(executables) == 1:
         yield Join(incoming)
     del parameters, incoming
-    gradients = _owned(state, (yield Join(outgoing)))
-    return results, run_ms, gradients
+    return results, run_ms, _owned(state, (yield Join(outgoing)))
 
 
 def _fetch(state: RankState, executables: Sequence[Executable], facts: StepFacts) -> RankGenerator[list[list[Packed]]]:
@@ -238,25 +236,31 @@ def run_micro_batches(
     parameters: Mapping[str, Tensor],
     micro_batches: Sequence[Packed],
     scale: float,
+    gradients: dict[str, Tensor] | None = None,
+    *,
+    is_last: bool = True,
 ) -> RankGenerator[MicroBatchResult | None]:
-    """Runs the replica's schedule on this rank; nothing on an idle rank. `scale` multiplies the loss sum."""
+    """Runs the replica's schedule on this rank (`RankExecutor.run`); nothing on an idle rank."""
     if executable.executor is None:
         return None
-    return (yield from executable.executor.run(parameters, micro_batches, torch.tensor(scale, dtype=state.dtype)))
+    factor = torch.tensor(scale, dtype=state.dtype)
+    return (yield from executable.executor.run(parameters, micro_batches, factor, gradients, is_last=is_last))
 
 
 def collect_gradients(
     state: RankState, executable: Executable, result: MicroBatchResult | None
 ) -> RankGenerator[dict[str, Tensor]]:
     """Every replica's gradients -> their owners, summed there, all at once; by the parameters' first names."""
-    sources = _gradient_sources(state, executable, result)
-    return _owned(state, (yield from executable.bridges.gradients.run(sources, GRADIENTS)))
+    gradients = {} if result is None else result.gradients
+    bridge = executable.bridges.gradients
+    sources = {key: _gradient(state, executable, gradients, key) for key in bridge.names if bridge.holds_source(key)}
+    return _owned(state, (yield from bridge.run(sources, GRADIENTS)))
 
 
 def _gradient_task(
-    executable: Executable, num_micro_batches: int, left: Mapping[str, Tensor]
+    state: RankState, executable: Executable, num_micro_batches: int, gradients: Mapping[str, Tensor]
 ) -> RankGenerator[dict[str, Tensor]]:
-    """Every replica's gradients -> their owners; this rank's own are in `left` once they are final.
+    """Every replica's gradients -> their owners; this rank's own are read from `gradients` as they become final.
 
     It begins near the end of the schedule: earlier, nobody can have sent anything, and waits have a limit.
     """
@@ -265,18 +269,10 @@ def _gradient_task(
     last = None if executor is None else executor.last_backward(num_micro_batches)
     if last is not None:
         yield Await(begins(last))
-    return (yield from executable.bridges.gradients.run(lambda: left, GRADIENTS, ready=GRADIENTS_FINAL))
-
-
-def _gradient_sources(state: RankState, executable: Executable, result: MicroBatchResult | None) -> dict[str, Tensor]:
-    bridge, executor = executable.bridges.gradients, executable.executor
-    if executor is None or result is None:
-        return {}
-    return {
-        key: _gradient(state, executor, result, name)
-        for key in bridge.names
-        if (name := parameter_of(key)) in executor.gradients and bridge.holds_source(key)
-    }
+    sources = LaterSources(
+        lambda key: is_final(parameter_of(key)), lambda key: _gradient(state, executable, gradients, key)
+    )
+    return (yield from executable.bridges.gradients.run(sources, GRADIENTS))
 
 
 def _owned(state: RankState, arrived_by_key: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -289,9 +285,12 @@ def _owned(state: RankState, arrived_by_key: Mapping[str, Tensor]) -> dict[str, 
     return totals
 
 
-def _gradient(state: RankState, executor: RankExecutor, result: MicroBatchResult, name: str) -> Tensor:
-    if name in result.gradients:
-        return result.gradients[name]
+def _gradient(state: RankState, executable: Executable, gradients: Mapping[str, Tensor], key: str) -> Tensor:
+    """What this rank leaves of a gradient, named as in bridges: zeros where nothing was added up."""
+    executor, name = executable.executor, parameter_of(key)
+    assert executor is not None
+    if name in gradients:
+        return gradients[name]
     shape = next(facts.shape for facts in state.captured.parameters if name in facts.names)
     local = shard_map(executor.gradients[name], shape).local_shape(executor.rank)
     return torch.zeros(local, dtype=executor.accumulate)
@@ -302,24 +301,13 @@ def _switch(
     switch: DirectSwitch,
     before: Executable,
     parameters: Mapping[str, Tensor],
-    result: MicroBatchResult | None,
+    gradients: Mapping[str, Tensor],
 ) -> RankGenerator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The next strategy's parameters, and what its gradients begin with, straight from the strategy before it."""
     moved = yield from switch.parameters(parameters)
-    accumulated = {}
-    if before.executor is not None and result is not None:
-        names = before.executor.gradients
-        accumulated = {name: _gradient(state, before.executor, result, name) for name in names}
+    names = before.executor.gradients if before.executor is not None else ()
+    accumulated = {name: _gradient(state, before, gradients, name) for name in names}
     return moved, (yield from switch.gradients(accumulated))
-
-
-def _with_begun(result: MicroBatchResult | None, begun: Mapping[str, Tensor]) -> MicroBatchResult | None:
-    """Adds what a strategy's gradients began with to what its own micro-batches left."""
-    if result is not None:
-        for name, gradient in begun.items():
-            own = result.gradients.get(name)
-            result.gradients[name] = gradient if own is None else own.add_(gradient)
-    return result
 
 
 def _totals(

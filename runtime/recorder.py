@@ -1,12 +1,14 @@
 """Recorder: what a run shows while it runs and leaves in its folder.
 
-`metrics.jsonl` and `plans.jsonl` have one JSON object a step; `config.yaml` is the resolved configuration.
+`metrics.jsonl` and `plans.jsonl` (`runtime/saved_plans.py`) have one JSON object a step; `config.yaml` is the resolved
+configuration.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +16,7 @@ from tqdm import tqdm
 
 from runtime.config import RunConfig, write_config
 from runtime.program import Program
+from runtime.saved_plans import saved_plan
 from runtime.step_output import StepOutput
 
 __all__ = ["Recorder", "metrics_of"]
@@ -31,6 +34,9 @@ def metrics_of(output: StepOutput) -> dict[str, Any]:
         "tokens_per_s": 1e3 * output.tokens / output.measured_ms if output.measured_ms else 0.0,
         "predicted_ms": output.plan.predicted_ms,
         "measured_ms": output.measured_ms,
+        "solver": output.plan.solver,
+        "solver_gain": output.solver_gain,
+        "first_plan_ms": output.plan_times.latency_ms if output.plan_times is not None else None,
         "plan_ms": output.plan.plan_ms,
         "plan_wait_ms": output.plan_wait_ms,
         "bridge_bytes": output.bridge_bytes,
@@ -47,6 +53,7 @@ class Recorder:
     def __init__(self, config: RunConfig, *, is_writer: bool, steps_done: int = 0) -> None:
         self.config, self.is_writer, self.steps_done = config, is_writer, steps_done
         self._files: dict[str, IO[str]] = {}
+        self._program: Program | None = None
         self._bar: tqdm | None = None  # type: ignore[type-arg]
 
     def __enter__(self) -> Recorder:
@@ -81,6 +88,7 @@ class Recorder:
         if not self.is_writer:
             return
         self.open()
+        self._program = program
         for name, cost in program.profile.schemes.items():
             self.say(
                 f"  {name:<16} at most {cost.max_tokens:5,d} tokens; a micro-batch takes {cost.c:.1f} ms, and "
@@ -97,12 +105,14 @@ class Recorder:
             mininterval=interval_s,
         )
 
-    def step(self, output: StepOutput) -> StepOutput:
-        """Records one step and returns it."""
-        if self.is_writer:
+    def step(self, output: StepOutput, lengths: Sequence[int]) -> StepOutput:
+        """Records one step on sequences of `lengths`, and returns it."""
+        if self.is_writer and self._program is not None:
             fields = metrics_of(output)
             self._write("metrics", json.dumps(fields))
-            self._write("plans", output.plan.to_json())
+            self._write("plans", saved_plan(output.plan, self._program.pool, lengths, output.step).to_json())
+            for note in self._program.planning.take_notes():
+                self.say(f"planner: {note}")
             self.say(_line(fields, len(output.plan.replicas)))
             if self._bar is not None:
                 self._bar.update()

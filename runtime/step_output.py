@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hgraph.plan import SequencedPlan, StepPlan
+from strategies.ahead import PlanTimes
 
 __all__ = ["StepOutput"]
 
@@ -13,7 +14,8 @@ __all__ = ["StepOutput"]
 class StepOutput:
     """What a step did; `step` counts from 1.
 
-    Times are of the slowest rank; bytes are those that the bridges moved between all ranks.
+    Times are of the slowest rank; bytes are those that the bridges moved between all ranks. `plan_times` says how the
+    plan came about; None for a plan that was given.
     """
 
     step: int
@@ -26,10 +28,21 @@ class StepOutput:
     learning_rate: float
     measured_ms: float
     replica_ms: tuple[float, ...]
-    plan_wait_ms: float
+    plan_times: PlanTimes | None
     bridge_bytes: int
     compiled_graphs: int
     peak_live_micro_batches: int
+
+    @property
+    def plan_wait_ms(self) -> float:
+        """How long the step waited for its plan."""
+        return self.plan_times.waited_ms if self.plan_times is not None else 0.0
+
+    @property
+    def solver_gain(self) -> float:
+        """What the solver saved of this step, as part of what the first plan predicts."""
+        first_ms = self.plan_times.first_predicted_ms if self.plan_times is not None else 0.0
+        return 1.0 - self.plan.predicted_ms / first_ms if first_ms > 0 else 0.0
 
     @property
     def replicas_used(self) -> int:

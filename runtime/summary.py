@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from runtime.planning_figures import measured_over_predicted, planning_figures
 from runtime.step_output import StepOutput
 
 __all__ = ["SUMMARY_FILE", "StaticComparison", "Summary", "print_summary", "write_summary"]
@@ -73,7 +74,7 @@ def _strategies(steps: Sequence[StepOutput]) -> Table:
             str(count),
             f"{_mean(step.plan.predicted_ms for step in own):.0f}",
             f"{_mean(step.measured_ms for step in own):.0f}",
-            f"{statistics.median(_ratio(step) for step in own):.2f}",
+            f"{statistics.median(measured_over_predicted(step) for step in own):.2f}",
             f"{_mean(step.imbalance for step in own):.2f}",
         )
     return table
@@ -82,8 +83,6 @@ def _strategies(steps: Sequence[StepOutput]) -> Table:
 def _figures(summary: Summary) -> Table:
     steps = summary.steps
     first, last = _mean(s.loss for s in steps[:_ENDS]), _mean(s.loss for s in steps[-_ENDS:])
-    errors = [abs(_ratio(step) - 1.0) for step in steps]
-    programs = sum(1 for step in steps if step.plan.solver.startswith("highs"))
     table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value")
@@ -95,13 +94,7 @@ def _figures(summary: Summary) -> Table:
         ("unigram entropy of the corpus", f"{summary.unigram_entropy:.3f} nats per token"),
         ("tokens per second", f"{1e3 * sum(s.tokens for s in steps) / sum(s.measured_ms for s in steps):.0f}"),
         ("imbalance, slowest / mean replica", f"{_mean(step.imbalance for step in steps):.3f}"),
-        ("error of predicted time, median", f"{statistics.median(errors):.0%}"),
-        (
-            "waited for plans",
-            f"{sum(s.plan_wait_ms for s in steps):.0f} ms in all; above 1 ms in {_waits(steps)} steps",
-        ),
-        ("plans improved by the integer program", f"{programs} of {len(steps)}"),
-        ("gap to the bound, median", f"{statistics.median(s.plan.gap for s in steps):.1%}"),
+        *planning_figures(steps),
         ("graphs compiled", f"{steps[0].compiled_graphs} before the first step, {_later(steps)} after it"),
         (
             "peak memory of a process",
@@ -129,14 +122,6 @@ def _comparison(comparison: StaticComparison) -> list[tuple[str, str]]:
 
 def _later(steps: Sequence[StepOutput]) -> int:
     return steps[-1].compiled_graphs - steps[0].compiled_graphs
-
-
-def _waits(steps: Sequence[StepOutput]) -> int:
-    return sum(1 for step in steps if step.plan_wait_ms > 1.0)
-
-
-def _ratio(step: StepOutput) -> float:
-    return step.measured_ms / step.plan.predicted_ms if step.plan.predicted_ms else 1.0
 
 
 def _mean(values: object) -> float:

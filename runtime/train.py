@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,14 @@ from hgraph.topology_file import load_topology, topology_from_environment
 from runtime.calibrate import MemoryLimits, calibrate
 from runtime.checkpoint.resume import start_of
 from runtime.config import RunConfig
-from runtime.corpus import build_dataset, unigram_entropy
+from runtime.corpus.build import build_dataset
+from runtime.corpus.entropy import unigram_entropy
 from runtime.failure_channel import FailureChannel, rank_guard
 from runtime.models.build import build_model, loss_of
 from runtime.process_groups import init_process_group_from_env
 from runtime.program import Program, compile
 from runtime.recorder import Recorder
+from runtime.saved_plans import SavedPlans, read_plans
 from runtime.step_output import StepOutput
 from runtime.summary import StaticComparison, Summary, print_summary, write_summary
 from strategies.select import plan_step
@@ -41,20 +43,22 @@ _COMPARED_BATCHES = 6
 _MIB = 2**20
 
 
-def train(config: RunConfig, resume: Path | None = None) -> None:
+def train(config: RunConfig, resume: Path | None = None, replay: Path | None = None) -> None:
     """Trains as `config` says, on this rank of the job that torchrun started (or alone, on simulated ranks).
 
     `resume` is a checkpoint, or a folder of some, to go on after; it may come from any pool and number of ranks.
+    `replay` is a file of plans that an earlier run left: nothing is planned then.
     """
     torch.set_num_threads(1)
+    plans = None if replay is None else read_plans(replay)
     if config.num_processes == 1:
-        _train(config, 0, None, resume)
+        _train(config, 0, None, resume, plans)
         return
     rank, _ = init_process_group_from_env("gloo", config.timeout_s)
     channel = FailureChannel.on_default_store()
     try:
         with rank_guard(channel):
-            _train(config, rank, channel, resume)
+            _train(config, rank, channel, resume, plans)
             dist.destroy_process_group()
     except RankFailed:
         raise
@@ -66,7 +70,9 @@ def train(config: RunConfig, resume: Path | None = None) -> None:
         raise
 
 
-def _train(config: RunConfig, rank: int, channel: FailureChannel | None, resume: Path | None) -> None:
+def _train(
+    config: RunConfig, rank: int, channel: FailureChannel | None, resume: Path | None, plans: SavedPlans | None
+) -> None:
     start = start_of(config, resume)
     with Recorder(config, is_writer=rank == 0, steps_done=start.steps_done) as recorder:
         say = recorder.say
@@ -85,8 +91,8 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None, resume:
                 batches.start = program.next_batch
             recorder.start(program)
             steps = []
-            for batch in program.ahead(batches):
-                steps.append(recorder.step(program.step(batch)))
+            for batch, output in _steps(program, batches, plans):
+                steps.append(recorder.step(output, batch.lengths))
                 if _is_due(config, program.step_count):
                     _save(program, config, batches)
             program.wait_for_save()
@@ -98,6 +104,20 @@ def _train(config: RunConfig, rank: int, channel: FailureChannel | None, resume:
             summary = Summary(tuple(steps), entropy, peak_mib, base_mib, comparison, config.folder)
             print_summary(summary)
             write_summary(summary)
+
+
+def _steps(
+    program: Program, batches: GlobalBatches, plans: SavedPlans | None
+) -> Iterator[tuple[GlobalBatch, StepOutput]]:
+    """Trains on the batches, planned ahead or as `plans` says."""
+    if plans is None:
+        for batch in program.ahead(batches):
+            yield batch, program.step(batch)
+        return
+    plans.check_pool(program.pool)
+    for batch in batches:
+        plan = plans.plan(program.step_count + 1, batch, program.pool, program.profile)
+        yield batch, program.run_plan(batch, plan)
 
 
 def _save(program: Program, config: RunConfig, batches: GlobalBatches) -> None:
@@ -136,7 +156,7 @@ def _compiled(
         seed=config.seed,
         profile=profile,
         planner=config.planner.options(),
-        depth=config.planner.depth,
+        depth=config.planner.ahead(),
         bucket_mb=config.bridges.bucket_mb,
         topology=_topology(config),
         timeout_s=config.timeout_s,

@@ -15,7 +15,7 @@ from hgraph.data.batches import GlobalBatch, make_batch
 from hgraph.data.packed import IGNORED_LABEL
 from hgraph.plan import ReplicaPlan, StepPlan
 from hgraph.profile import Profile
-from hgraph.simulate import schedule_ms
+from hgraph.simulate import flow_ms, schedule_ms
 from hgraph.strategy import Strategy
 
 __all__ = ["KINDS", "Assignment", "Trial", "draw_trial", "plan_of", "random_assignment"]
@@ -54,13 +54,16 @@ def plan_of(
     assignment: Assignment, strategy: Strategy, profile: Profile, lengths: Sequence[int], step: int
 ) -> StepPlan:
     """Returns the plan that runs `assignment`; its predicted time is its bound, for no other is considered."""
-    replicas = []
+    replicas, flows_ms = [], []
     for replica, micro_batches in zip(strategy.replicas, assignment, strict=True):
         cost = profile.cost(replica.scheme)
         times_ms = [cost.micro_batch_ms([lengths[index] for index in own]) for own in micro_batches]
+        flows_ms.append(flow_ms(replica.scheme.pp, times_ms))
         replicas.append(ReplicaPlan(micro_batches, schedule_ms(replica.scheme.schedule, replica.scheme.pp, times_ms)))
     predicted_ms = max(replica.predicted_ms for replica in replicas) + profile.bridge_ms.get(strategy.name, 0.0)
-    return StepPlan(step, strategy.name, tuple(replicas), predicted_ms, predicted_ms, 0.0, "given")
+    return StepPlan(
+        step, strategy.name, tuple(replicas), predicted_ms, predicted_ms, 0.0, "given", flow_ms=max(flows_ms)
+    )
 
 
 def _cut(indices: Sequence[int], generator: random.Random) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hgraph.profile import Profile, SchemeCost
-from hgraph.simulate import schedule_ms
+from hgraph.simulate import flow_ms, schedule_ms
 from hgraph.strategy import Strategy
 
 __all__ = ["ReplicaKind", "replica_kinds"]
@@ -42,7 +42,7 @@ class ReplicaKind:
 
     def flow_ms(self, times_ms: Sequence[float]) -> float:
         """Returns sum t + (pp-1) max t: exact for GPipe on equal stages, an upper model of 1F1B."""
-        return sum(times_ms) + (self.pp - 1) * max(times_ms) if times_ms else 0.0
+        return flow_ms(self.pp, times_ms)
 
 
 def replica_kinds(strategy: Strategy, profile: Profile) -> tuple[ReplicaKind, ...]:

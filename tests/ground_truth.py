@@ -119,11 +119,11 @@ def _no_parameter(name: str) -> Annotation:
 
 
 def _run(program: Program, inputs: dict[str, Any], count: int) -> list[Tensor | None]:
-    def communicate(*_: Any) -> Any:
-        raise AssertionError("one operator does not communicate")
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("one operator neither communicates nor has a gradient of a parameter")
 
     try:
-        next(program.run(inputs, communicate))
+        next(program.run(inputs, refuse, refuse))
     except StopIteration as stop:
         return [stop.value.get(f"y{number}") for number in range(count)]
     raise AssertionError("a program of one operator yielded")

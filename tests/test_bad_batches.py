@@ -282,7 +282,7 @@ def breaks_without_a_channel(where: str) -> tuple[str, float]:
         if where == "planning" and rank == 0:
             program.planning._here = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
         if where == "step" and rank == 1:
-            program.ranks[1].executables["tp1 x3"].executor.run = lambda *_: 1 / 0  # type: ignore[union-attr]
+            program.ranks[1].executables["tp1 x3"].executor.run = lambda *_, **__: 1 / 0  # type: ignore[union-attr]
         if where == "step":
             train_step(program, make_batch(SOUND), "tp1 x3", EACH)
         program.step(SOUND)
@@ -345,7 +345,7 @@ with rank_guard(channel):
     print("trained", flush=True)
     if rank == 1:
         executor = program.ranks[1].executables["tp1 x3"].executor
-        executor.run = lambda *_: fail()
+        executor.run = lambda *_, **__: fail()
     train_step(program, make_batch(SOUND), "tp1 x3", EACH)
 """
 

@@ -25,7 +25,14 @@ LENGTHS = [6, 4, 9]
 CANDIDATES = (Candidate("two", 18.0, 15.0, "taken"), Candidate("pipe", None, 40.0, "slow"))
 # Replica 0 runs 6 and 4 in one micro-batch: 12 ms; replica 1 runs 9: 11 ms; bridges 4 ms.
 PLAN = StepPlan(
-    3, "two", (ReplicaPlan(((0, 1),), 12.0), ReplicaPlan(((2,),), 11.0)), 16.0, 15.0, 16 / 15 - 1, "heuristic"
+    3,
+    "two",
+    (ReplicaPlan(((0, 1),), 12.0), ReplicaPlan(((2,),), 11.0)),
+    16.0,
+    15.0,
+    16 / 15 - 1,
+    "heuristic",
+    flow_ms=12.0,
 )
 
 
@@ -43,7 +50,7 @@ def test_a_sound_plan_passes() -> None:
 def test_a_pipelined_plan_passes_with_its_schedule() -> None:
     # One micro-batch of 10 tokens: 36 ms in each of two stages.
     pipe = (ReplicaPlan(((0, 1),), 72.0), ReplicaPlan(((2,),), 11.0))
-    check_plan(StepPlan(0, "pipe", pipe, 72.0, 72.0, 0.0, "heuristic"), POOL, PROFILE, LENGTHS)
+    check_plan(StepPlan(0, "pipe", pipe, 72.0, 72.0, 0.0, "heuristic", flow_ms=72.0), POOL, PROFILE, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,21 @@ def test_a_pipelined_plan_passes_with_its_schedule() -> None:
         ({"bound_ms": float("nan")}, "bound_ms: expected a finite number of 0 or more, got nan"),
         ({"gap": 0.5}, "gap: expected 0.0666"),
         ({"candidates": (Candidate("four", None, None, ""),)}, "candidate 'four' is listed 1 times"),
+        ({"flow_ms": 16.0}, "plan of step 3, strategy two: flow_ms (slowest replica): expected 12.0, got 16.0"),
         ({"candidates": CANDIDATES[1:] * 2}, "candidate 'pipe' is listed 2 times"),
+        (
+            {"candidates": (Candidate("two", 16.0, 15.0, ""), Candidate("pipe", 20.0, 21.0, ""))},
+            "candidate pipe: bound_ms 21.0 is above its predicted time of 20.0 ms",
+        ),
+        (
+            {"candidates": (Candidate("two", 16.0, 15.0, ""), Candidate("pipe", None, 14.0, ""))},
+            "bound_ms (the least of the candidates'): expected 14.0, got 15.0",
+        ),
+        ({"flow_ms": 11.0}, "flow_ms (slowest replica): expected 12.0, got 11.0"),
+        (
+            {"candidates": (Candidate("pipe", 15.0, 1.0, "", flow_ms=15.9),)},
+            "candidate pipe was planned at 15.0 ms, faster than the plan's 16.0 ms",
+        ),
         (
             {"candidates": (Candidate("pipe", 15.0, 1.0, ""),)},
             "candidate pipe was planned at 15.0 ms, faster than the plan's 16.0 ms",
@@ -85,12 +106,19 @@ def test_each_broken_property_is_named(change: dict[str, object], message: str) 
     assert message in str(error.value)
 
 
+def test_a_faster_candidate_of_more_flow_time_may_be_passed_over() -> None:
+    candidates = (Candidate("pipe", 15.0, 15.0, "its flow time is more", flow_ms=16.1),)
+    check_plan(replace(PLAN, candidates=candidates), POOL, PROFILE, LENGTHS)
+
+
 @pytest.mark.case(49)
 def test_the_limit_counts_true_lengths() -> None:
     wide = Profile({"tp1": SchemeCost(0.0, 1.0, 2.0, 16_384)}, {})
     lengths = [100] * 100
     pool = Pool(1, (Strategy("one", (Replica(SCHEME, (0,)),)),))
-    plan = StepPlan(0, "one", (ReplicaPlan((tuple(range(100)),), 10_002.0),), 10_002.0, 10_002.0, 0.0, "heuristic")
+    plan = StepPlan(
+        0, "one", (ReplicaPlan((tuple(range(100)),), 10_002.0),), 10_002.0, 10_002.0, 0.0, "heuristic", flow_ms=10_002.0
+    )
     check_plan(plan, pool, wide, lengths)
 
 

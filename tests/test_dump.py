@@ -302,7 +302,7 @@ class TestCommand:
             "stage 1 forward",
             "stage 1 backward",
         ]
-        assert "def run(inputs, communicate):" in Path("out/tp2.pp2/after-6-specialize.txt").read_text()
+        assert "def run(inputs, communicate, deliver):" in Path("out/tp2.pp2/after-6-specialize.txt").read_text()
 
     @pytest.mark.parametrize(
         ("arguments", "expected"),

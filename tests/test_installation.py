@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 import types
@@ -48,6 +49,22 @@ def test_a_public_name_is_what_its_module_defines(name: str) -> None:
     value = getattr(hgraph, name)
     assert value is getattr(module, name)
     assert not isinstance(value, types.ModuleType), f"a module hgraph/{name}.py hides the public name {name}"
+
+
+@pytest.mark.parametrize("package", ["hgraph.data", "runtime.corpus"])
+def test_no_module_hides_a_public_name_of_its_package(package: str) -> None:
+    front = import_module(package)
+    modules = {module.name for module in pkgutil.iter_modules(front.__path__)}
+    assert not modules & set(front.__all__)
+    for name in front.__all__:
+        assert getattr(front, name) is not None
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'pakc'; it has "):
+        front.pakc  # noqa: B018
+
+
+def test_what_a_run_is_asked_with_is_read_without_torch(tmp_path: Path) -> None:
+    run = python("import sys, runtime.config, runtime.checkpoint.resume, runtime.launch\nprint(*sys.modules)", tmp_path)
+    assert not {"torch", "cvxpy"} & set(run.stdout.split()), run.stderr
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from hgraph.action import Action
+from hgraph.data.batches import GlobalBatch
 from hgraph.errors import InvalidInput
 from hgraph.strategy import Scheme
 from hgraph.topology import Topology
 from runtime.bridge import arrived, landed, posted
 from runtime.bridge_planner import BridgePlanner, StrategyBridges
 from runtime.cluster import ProcessCluster, SimulatedCluster
-from runtime.executor import begins
+from runtime.executor import begins, is_final
 from runtime.gloo import ProcessTransport
+from runtime.layouts import parameter_of
 from runtime.messages import Event, Message
 from runtime.optimizer import AdamW
 from runtime.program import Program
@@ -150,6 +152,31 @@ def test_the_trace_of_simulated_ranks_shows_overlap(overlapping: Program) -> Non
     assert [event.when for event in trace] == list(range(len(trace)))
 
 
+def check_gradients(trace: list[Event], bridges: StrategyBridges, rank: int) -> None:
+    """Asserts that a rank sends each bucket after its own gradients in it are final, the first before the last are."""
+    final = {event.text: event.when for event in trace if event.rank == rank and event.text.endswith("is final")}
+    bridge, sent = bridges.gradients, []
+    for bucket in bridge.buckets:
+        names = [is_final(parameter_of(bridge.names[position])) for position in bucket.sources]
+        if names and bucket.steps and bucket.steps[0].sends:
+            sent.append(when(trace, rank, posted(GRADIENTS, bucket.number)))
+            assert max(final[name] for name in names) < sent[-1]
+    assert len(sent) > 1
+    assert sent[0] < max(final.values())
+
+
+@pytest.mark.parametrize("name, ranks", [("tp2.pp2", (2, 3)), ("het", (0, 1)), ("unequal subgroups", (0, 1, 2))])
+def test_gradients_leave_layer_by_layer(overlapping: Program, name: str, ranks: tuple[int, ...]) -> None:
+    """Where a rank waits for others within its backward pass, its task goes on: the trace shows the order of layers."""
+    trace = trace_of(overlapping, name)
+    for rank in ranks:
+        check_gradients(trace, overlapping.ranks[rank].executables[name].bridges, rank)
+        own = [event.text for event in trace if event.rank == rank]
+        last = own.index(begins(Action("B", int(name == "tp2.pp2"), len(ASSIGNMENTS[name][0]) - 1)))
+        finals = [at for at, text in enumerate(own) if text.endswith("is final")]
+        assert finals and last < finals[0], "only the last micro-batch makes a gradient final"
+
+
 def test_nothing_is_read_or_changed_too_early(overlapping: Program) -> None:
     """Each rank's first action comes after its own parameters; weights change after all of the bridge has been sent."""
     trace = trace_of(overlapping, "pp4")
@@ -183,9 +210,10 @@ def hold(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one process saw: the trace and the buckets of a step that overlaps; losses; the log of a last step."""
+    """What one process saw: traces and buckets of steps that overlap; losses; the log of a last step."""
 
     trace: list[Event]
+    layers: list[Event]
     num_parameter_buckets: int
     losses: list[float]
     log: list[Message]
@@ -195,7 +223,8 @@ def run_here() -> Run:
     """Runs a step in which rank 0 is made to overlap, then steps without threads.
 
     Rank 0 passes on nothing of the parameters, once it has its own, until its first forward pass has begun; and it does
-    not begin its last backward pass until the last stage's first bucket of gradients is there.
+    not begin its last backward pass until the last stage's first bucket of gradients is there. Where each rank has a
+    replica, both do not finish their last backward pass until the first bucket of gradients has been exchanged.
     """
     cluster = ProcessCluster(60.0)
     batch = draw_batch(3, LENGTHS, 31)
@@ -214,10 +243,22 @@ def run_here() -> Run:
     restore(program, start)
     if cluster.rank == 0:
         del bridge.run, executor.run  # type: ignore[method-assign, union-attr]
+    layers = leave_by_layer(program, batch, cluster.rank)
+    restore(program, start)
     cluster.transport = ProcessTransport(transport.groups, overlap=False)
     losses += [train_step(program, batch, name, assignment) for name, assignment in TWO_RANKS_ASSIGNMENTS.items()]
     program.close()
-    return Run(trace, bridge.num_buckets, losses, cluster.transport.log)
+    return Run(trace, layers, bridge.num_buckets, losses, cluster.transport.log)
+
+
+def leave_by_layer(program: Program, batch: GlobalBatch, rank: int) -> list[Event]:
+    """Returns the trace of a step of two replicas that hold back their last gradients until the first are exchanged."""
+    executor = program.ranks[rank].executables["two"].executor
+    _wrap(executor, "run", lambda run: hold(run, before=is_final("embed.weight"), until=landed(GRADIENTS, 0)))
+    train_step(program, batch, "two", TWO_RANKS_ASSIGNMENTS["two"])
+    del executor.run  # type: ignore[method-assign, union-attr]
+    assert program.cluster.transport is not None  # type: ignore[attr-defined]
+    return list(program.cluster.transport.trace)  # type: ignore[attr-defined]
 
 
 def _wrap(thing: Any, name: str, around: Callable[[RankGenerator[Any]], RankGenerator[Any]]) -> None:
@@ -236,6 +277,12 @@ def test_the_trace_of_real_processes_shows_overlap(processes: list[Run]) -> None
     trace = sorted(event for run in processes for event in run.trace)
     check_parameters(trace, processes[0].num_parameter_buckets, (1,))
     assert when(trace, 0, landed(GRADIENTS, 0)) < when(trace, 0, first_and_last(0)[1])
+
+
+@pytest.mark.gloo
+def test_the_trace_of_real_processes_shows_layers_that_leave(processes: list[Run]) -> None:
+    for rank, run in enumerate(processes):
+        assert when(run.layers, rank, landed(GRADIENTS, 0)) < when(run.layers, rank, is_final("embed.weight"))
 
 
 @pytest.mark.gloo

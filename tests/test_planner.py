@@ -20,7 +20,8 @@ from hgraph.profile import Profile, SchemeCost
 from hgraph.strategy import Pool
 from strategies.cost import ReplicaKind, replica_kinds
 from strategies.explain import explain
-from strategies.heuristic import _estimate_ms, _estimates_ms, heuristic_assignment
+from strategies.fleet import load_ms, loads_ms
+from strategies.heuristic import heuristic_assignment
 from strategies.options import PlannerOptions
 from strategies.packing import Packer
 from strategies.select import plan_step
@@ -113,7 +114,6 @@ def test_equal_lengths_on_more_replicas_than_sequences() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([], "plan: expected at least one sequence, got an empty batch; skip the step or give it data"),
         ([0, 0], "plan: sequence 0: expected a length of 1 token or more, got 0; drop empty ones first"),
         ([3, -2], "plan: sequence 1: expected a length of 1 token or more, got -2; drop empty ones first"),
         ([3, 2.5], "plan: sequence 1: expected a length of 1 token or more, got 2.5; drop empty ones first"),
@@ -198,7 +198,8 @@ def test_times_and_bounds_are_those_of_other_code(seed: int) -> None:
         for name, kinds in kinds_of.items()
         if max(lengths) <= max(kind.max_tokens for kind in kinds)
     ]
-    assert plan.bound_ms == pytest.approx(min(*bounds_ms, plan.predicted_ms), rel=1e-6)
+    # The plain bound of other code is below; `test_planner_bound.py` recomputes the sharper one.
+    assert min(*bounds_ms, plan.predicted_ms) * (1 - 1e-6) <= plan.bound_ms <= plan.predicted_ms
     assert plan.gap == pytest.approx(plan.predicted_ms / plan.bound_ms - 1)
 
 
@@ -335,13 +336,16 @@ def test_the_explanation_of_an_idle_replica_names_no_sequence() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_both_forms_of_the_estimate_agree(seed: int) -> None:
+def test_both_closed_forms_of_a_load_agree(seed: int) -> None:
     random = Random(seed)
     kind: ReplicaKind = random_kind(random)
     lengths = [random.randint(1, kind.max_tokens) for _ in range(random.randint(1, 9))]
     work = [kind.cost.sequence_ms(length) for length in lengths]
-    one = _estimate_ms(kind, sum(work), sum(lengths), max(work))
-    many = _estimates_ms(kind, np.array([sum(work)]), np.array([float(sum(lengths))]), np.array([max(work)]))
+    one = load_ms(kind, sum(work), sum(lengths), max(work))
+    longest = np.array([max(work)]) if kind.pp > 1 else None
+    many = loads_ms(
+        kind.cost.c, kind.pp - 1, kind.max_tokens, np.array([sum(work)]), np.array([float(sum(lengths))]), longest
+    )
     assert many[0] == pytest.approx(one, rel=1e-9)
 
 

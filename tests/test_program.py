@@ -14,7 +14,6 @@ from hgraph.data import Packed, global_batches, make_batch, pack
 from hgraph.data.dataset import TokenDataset
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.strategy import Scheme
-from runtime import planning
 from runtime.optimizer import AdamW
 from runtime.program import Program
 from runtime.reference import reference_step
@@ -162,7 +161,7 @@ def test_a_parameter_that_gets_no_gradient_does_not_decay() -> None:
 
 def test_a_planner_that_breaks_is_an_answer_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     program = exact_program(gpt(), language_loss, POOL)
-    monkeypatch.setattr(planning, "plan_step", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(program.planning, "_here", lambda *_: 1 / 0)
     answer = program.planning._own_plan(make_batch([[1, 2]]), 4)
     assert isinstance(answer, PlanError)
     assert str(answer) == "plan of step 4: ZeroDivisionError: division by zero"

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from hgraph.check_plan import check_plan
-from hgraph.plan import StepPlan
 from hgraph.profile_file import read_profile_file
 from hgraph.strategy_file import load_pool
 from runtime.config import load_config
+from runtime.saved_plans import read_plans
+from tests.jobs import alive, gone_within, members_of
 
 pytestmark = pytest.mark.gloo
 
@@ -30,6 +31,9 @@ FIELDS = [
     "tokens_per_s",
     "predicted_ms",
     "measured_ms",
+    "solver",
+    "solver_gain",
+    "first_plan_ms",
     "plan_ms",
     "plan_wait_ms",
     "bridge_bytes",
@@ -63,6 +67,15 @@ strategies:
     replicas:
       - {tp: 1, count: 4}
 """
+SMALL_POOL = """\
+version: 1
+ranks: 2
+template: megatron
+strategies:
+  - name: tp2
+    replicas:
+      - {tp: 2}
+"""
 
 
 @pytest.fixture
@@ -95,8 +108,8 @@ def test_a_run_leaves_metrics_plans_and_configuration(folder: Path) -> None:
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     config = load_config(run / "config.yaml")
     assert config.optimizer.lr == 2e-3 and config.name == "run-1"
-    plans = [StepPlan.from_json(line) for line in (run / "plans.jsonl").read_text().splitlines()]
-    assert [plan.strategy for plan in plans] == [line["strategy"] for line in metrics]
+    plans = read_plans(run / "plans.jsonl").steps.values()
+    assert [saved.plan.strategy for saved in plans] == [line["strategy"] for line in metrics]
     assert "steps per strategy" in out and "unigram entropy" in out and "(tp4)" in out
     assert out.count("step   1 ") == 1, "one process prints"
 
@@ -108,54 +121,33 @@ def test_plans_that_were_written_hold_for_the_cached_profile(folder: Path) -> No
     (cached,) = (folder / "cache").glob("profile-*.yaml")
     profile, pool = read_profile_file(cached).profile(4), load_pool(folder / "pool.yaml")
     lengths = [len(json.loads(line)["tokens"]) for line in (folder / "data.jsonl").read_text().splitlines()]
-    plans = [StepPlan.from_json(line) for line in (folder / "runs/tiny/plans.jsonl").read_text().splitlines()]
+    plans = read_plans(folder / "runs/tiny/plans.jsonl").steps.values()
     from hgraph.data import TokenDataset, global_batches
 
     dataset = TokenDataset([[0] * length for length in lengths])
-    for plan, batch in zip(plans, global_batches(dataset, tokens_per_step=800, max_steps=3), strict=True):
-        check_plan(plan, pool, profile, batch.lengths)
+    for saved, batch in zip(plans, global_batches(dataset, tokens_per_step=800, max_steps=3), strict=True):
+        assert saved.lengths == batch.lengths
+        check_plan(saved.plan, pool, profile, batch.lengths)  # type: ignore[arg-type]
 
 
-@pytest.mark.long  # on a busy machine a rank sometimes outlives the signal, and the test its time limit
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_every_process(folder: Path, number: int) -> None:
-    job = start(folder, 500)
+    (folder / "pool.yaml").write_text(SMALL_POOL)
+    job = start(folder, 500, "--nproc", "2", "data.max_length=256")
     metrics = folder / "runs" / "tiny" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert job.poll() is None, job.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    members = _descendants(job.pid)
-    assert len(members) >= 5, "a launcher, four ranks, a planner"
+    members = members_of(job.pid)
+    assert len(members) >= 4, "a launcher, two ranks, a planner"
     job.send_signal(number)
-    # Three times the grace that the launcher gives (`runtime/launch.py`), before it kills.
     _, err = job.communicate(timeout=60)
     assert job.returncode == 130
-    assert "Traceback" not in err
-    time.sleep(0.5)
-    assert not [pid for pid in members if Path(f"/proc/{pid}").exists()]
+    assert err.endswith("interrupted\n") and err.count("interrupted") == 1 and "Traceback" not in err
+    assert gone_within(5.0, members), alive(members)
     assert metrics.read_text().endswith("\n"), "whole lines are kept"
-
-
-def _descendants(pid: int) -> list[int]:
-    found, parents = [], {pid}
-    for _ in range(4):
-        children = {
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and _parent(entry) in parents and int(entry.name) not in found
-        }
-        found += sorted(children)
-        parents = children
-    return found
-
-
-def _parent(entry: Path) -> int | None:
-    try:
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return None
 
 
 def test_a_pool_for_another_number_of_ranks_is_refused(folder: Path) -> None:

@@ -115,8 +115,8 @@ def test_a_gradient_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     executor = verifier.program.ranks[1].executables["two"].executor
     run = executor.run  # type: ignore[union-attr]
 
-    def forgetful(*arguments: Any) -> Any:
-        result = yield from run(*arguments)
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        result = yield from run(*arguments, **options)
         result.gradients.clear()
         return result
 

@@ -1,42 +1,32 @@
 """Sequences, packed rows, length policies, data sets and global batches; see `docs/data.md`."""
 
-from hgraph.data.batches import BatchState, GlobalBatch, GlobalBatches, global_batches, make_batch
-from hgraph.data.check_packed import check_packed
-from hgraph.data.dataset import Dataset, MemmapDataset, PieceDataset, TokenDataset
-from hgraph.data.losses import causal_lm_loss, token_loss
-from hgraph.data.packed import (
-    IGNORED_LABEL,
-    Packed,
-    cu_seqlens_from_segments,
-    num_targets,
-    pack,
-    positions_from_segments,
-    shifted_labels,
-)
-from hgraph.data.policy import LengthPolicy, Pieces, PolicyReport, apply_length_policy
+from hgraph.lazy_front import lazy_front
 
-__all__ = [
-    "IGNORED_LABEL",
-    "BatchState",
-    "Dataset",
-    "GlobalBatch",
-    "GlobalBatches",
-    "LengthPolicy",
-    "MemmapDataset",
-    "Packed",
-    "PieceDataset",
-    "Pieces",
-    "PolicyReport",
-    "TokenDataset",
-    "apply_length_policy",
-    "causal_lm_loss",
-    "check_packed",
-    "cu_seqlens_from_segments",
-    "global_batches",
-    "make_batch",
-    "num_targets",
-    "pack",
-    "positions_from_segments",
-    "shifted_labels",
-    "token_loss",
-]
+_MODULE_OF = {
+    "IGNORED_LABEL": "packed",
+    "BatchState": "batches",
+    "Dataset": "dataset",
+    "GlobalBatch": "batches",
+    "GlobalBatches": "batches",
+    "LengthPolicy": "policy",
+    "MemmapDataset": "dataset",
+    "Packed": "packed",
+    "PieceDataset": "dataset",
+    "Pieces": "policy",
+    "PolicyReport": "policy",
+    "TokenDataset": "dataset",
+    "apply_length_policy": "policy",
+    "causal_lm_loss": "losses",
+    "check_packed": "packed_checker",
+    "cu_seqlens_from_segments": "packed",
+    "global_batches": "batches",
+    "make_batch": "batches",
+    "num_targets": "packed",
+    "pack": "packed",
+    "positions_from_segments": "packed",
+    "shifted_labels": "packed",
+    "token_loss": "losses",
+}
+
+__all__ = [*_MODULE_OF]
+__getattr__ = lazy_front(__name__, _MODULE_OF)

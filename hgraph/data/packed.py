@@ -2,7 +2,7 @@
 
 Notation: T tokens of the row (pads included), N sequences.
 
-Invariants of a `Packed` (made by `pack`, proved by `hgraph/data/check_packed.py`)
+Invariants of a `Packed` (made by `pack`, proved by `hgraph/data/packed_checker.py`)
 ----------
 - `tokens`, `positions`, `labels` and every per-token field have the same length T.
 - `cu_seqlens` is [N + 1] int32, begins with 0, strictly increases and ends at the last real token, not at T: pads

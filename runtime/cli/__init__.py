@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import sys
+from contextlib import nullcontext
 from typing import Any
 
 import click
 
 from hgraph.errors import HydraulisError
 from hgraph.installation import check_installation
-from runtime.launch import is_launched
+from runtime.interrupts import INTERRUPTED, ends_when_interrupted
+from runtime.launch import is_launched, is_launched_here
 
 __all__ = ["main"]
 
@@ -21,15 +22,15 @@ COMMANDS = {
     "verify": "Compare every strategy of a pool with the untouched model.",
     "profile": "Measure what every scheme costs on this machine.",
     "plan": "Show what would happen to sequences of given lengths, and why.",
+    "analyze": "Show how long sequences are, and how batches of them differ.",
+    "propose": "Propose a pool of strategies, from costs and lengths.",
     "check": "Report everything that is wrong with a strategy file.",
     "dump": "Write what a pool compiles to, as text and pictures.",
-    "switch": "Show what a change of layout moves, beside the least that it could.",
+    "simulate": "Time steps on a described cluster, beside other systems.",
+    "switch": "Show what a change of layout moves, beside the least possible.",
     "reshard": "Show how one tensor gets from one annotation to another.",
 }
 """Name -> what it does. Each is `command` of the module `runtime.cli.<name>`."""
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 
 class _Commands(click.Group):
@@ -59,17 +60,17 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
+        with ends_when_interrupted(_say_interrupted) if is_launched() else nullcontext():
+            try:
+                return self._invoke(ctx)
+            except KeyboardInterrupt:
+                _say_interrupted()
+                ctx.exit(INTERRUPTED)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             check_installation()
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            if is_launched():
-                # A rank ends here: what else the interpreter does at its end can wait for messages that never come.
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(INTERRUPTED)
-            ctx.exit(INTERRUPTED)
         except HydraulisError as error:
             if ctx.params["debug"]:
                 raise
@@ -78,6 +79,12 @@ class _Commands(click.Group):
             if ctx.params["debug"] or error.filename is None or error.errno == errno.EPIPE:
                 raise
             raise click.ClickException(f"{error.filename}: {error.strerror}") from None
+
+
+def _say_interrupted() -> None:
+    """Says so in one process of the job: the one that was asked or, under torchrun, the first of this machine."""
+    if not is_launched() or (not is_launched_here() and os.environ.get("LOCAL_RANK", "0") == "0"):
+        click.echo("interrupted", err=True)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

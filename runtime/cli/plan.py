@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hgraph.errors import InvalidInput
-from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from hgraph.profile_file import ProfileFile, read_profile_file, write_profile_file
 from hgraph.strategy import Pool
@@ -24,37 +21,21 @@ from runtime.cli.options import (
     json_option,
     load_run_config,
     make_model,
-    out,
     pool_option,
     print_json,
-    read_json,
     settings_argument,
     shown_path,
     strategies_named,
-    table,
     working,
 )
-from runtime.cli.tables import ranks_text
+from runtime.cli.plan_lengths import read_lengths
+from runtime.cli.plan_tables import Answered, as_data, print_plan, write_picture
 
 if TYPE_CHECKING:
     from runtime.config import RunConfig
-    from strategies.explain import Explanation
     from strategies.options import PlannerOptions
 
 __all__ = ["command"]
-
-_CANDIDATE_HEADERS = ("", "strategy", "predicted ms", "bound ms", "gap", "why")
-_REPLICA_HEADERS = (
-    "replica",
-    "scheme",
-    "ranks",
-    "micro-batches (tokens)",
-    "sequences",
-    "tokens",
-    "predicted ms",
-    "decided by",
-)
-_SHOWN_MICRO_BATCHES = 5
 
 
 @click.command(name="plan")
@@ -62,9 +43,13 @@ _SHOWN_MICRO_BATCHES = 5
 @pool_option
 @click.option("--lengths", metavar="LIST", help="Lengths in tokens: 100,2000,20x300 (20x300: twenty of 300).")
 @click.option("--lengths-file", metavar="F.json", help='JSON file: [100, 2000, ...] or {"lengths": [...]}.')
+@click.option("--batches", "batches_path", metavar="B.json", help="Plan every batch of a file: [[100, 2000], [300]].")
 @click.option("--profile", "profile_path", metavar="P.yaml|NAME", help="Costs and token limits (docs/profiles.md).")
 @click.option("--save-profile", metavar="P.yaml", help="Write the costs that were used to this file.")
 @click.option("--strategy", metavar="NAME", help="Plan for this strategy of the pool only.")
+@click.option("--no-solver", is_flag=True, help="Take the first checked plan; run no integer program.")
+@click.option("--explain", "is_long", is_flag=True, help="Show every micro-batch, what decides, what would gain.")
+@click.option("--picture", metavar="FILE.svg", help="Draw the plan: a bar per replica, micro-batches stacked by cost.")
 @json_option
 @settings_argument
 def command(
@@ -72,9 +57,13 @@ def command(
     pool_path: str | None,
     lengths: str | None,
     lengths_file: str | None,
+    batches_path: str | None,
     profile_path: str | None,
     save_profile: str | None,
     strategy: str | None,
+    no_solver: bool,
+    is_long: bool,
+    picture: str | None,
     as_json: bool,
     settings: tuple[str, ...],
 ) -> None:
@@ -82,70 +71,74 @@ def command(
 
     Plans one step as training does, and prints every strategy of the pool with its predicted time, its lower bound, the
     gap between them and why it is taken or not, then what each replica of the taken one runs. Costs come from
-    --profile, or are measured once by running the compiled programs on simulated ranks in this process, and kept in the
-    folder `calibration.cache`. KEY=VALUE changes settings of the configuration. Nothing is trained.
+    --profile (a file, or the name of a published one), or are measured once by running the compiled programs on
+    simulated ranks in this process, and kept in the folder `calibration.cache`. KEY=VALUE changes settings of the
+    configuration. Nothing is trained. With --batches, many batches are planned one after another, with the time that
+    each took; with a profile and a pool, this needs neither model nor torch.
 
     \b
     Examples:
       hgraph plan --pool examples/first_light/strategies.yaml --lengths 100,2000,20x300 --save-profile costs.yaml
       hgraph plan --pool examples/first_light/strategies.yaml --lengths 12x700 --profile costs.yaml
       hgraph plan --pool examples/first_light/strategies.yaml --lengths 12x700 --profile costs.yaml --strategy tp4
+      hgraph plan --pool examples/first_light/strategies.yaml --lengths 2000 --profile costs.yaml --explain
       hgraph plan --pool examples/first_light/strategies.yaml --lengths 3000 --profile costs.yaml --json
     """
-    numbers = _lengths(lengths, lengths_file)
-    if save_profile is not None:
-        check_folder(Path(save_profile).parent)
+    if batches_path is not None:
+        _check_batches_alone(lengths, lengths_file, is_long, picture)
+    numbers = read_lengths(lengths, lengths_file) if batches_path is None else []
+    for written in filter(None, (save_profile, picture)):
+        check_folder(Path(written).parent)
     pool, profile, options, origin = _inputs(config_path, pool_path, profile_path, settings)
     if strategy is not None:
         strategies_named(pool, [strategy])
-        options = replace(options, only=strategy)
+    options = replace(options, only=strategy or options.only, program=options.program and not no_solver)
     if save_profile is not None:
         write_profile_file(save_profile, ProfileFile.of(profile))
-    with working("planning"):
-        from strategies.explain import explain
-        from strategies.select import plan_step
+    if batches_path is not None:
+        from runtime.cli.plan_batches import plan_batches
 
-        start_s = time.perf_counter()
-        plan = plan_step(pool, profile, numbers, options=options)
-        plan = replace(plan, plan_ms=1e3 * (time.perf_counter() - start_s))
-    explanation = explain(plan, pool, profile, numbers)
-    if as_json:
-        print_json(_as_data(plan, explanation, profile, numbers, origin))
+        plan_batches(pool, profile, options, batches_path, as_json=as_json)
         return
-    _show(plan, explanation, pool, numbers, origin)
+    with working("planning"):
+        answered = _answered(pool, profile, options, numbers, origin, is_long)
+    if picture is not None:
+        write_picture(answered, picture)
+    if as_json:
+        print_json(as_data(answered))
+        return
+    print_plan(answered)
+    if picture is not None:
+        click.echo(f"wrote {picture}")
 
 
-def _lengths(text: str | None, path: str | None) -> list[int]:
-    if (text is None) == (path is None):
-        raise InvalidInput("expected the lengths of the sequences: --lengths 100,2000,20x300 or --lengths-file F.json")
-    return _lengths_of_text(text) if text is not None else _lengths_of_file(str(path))
+def _check_batches_alone(lengths: str | None, lengths_file: str | None, is_long: bool, picture: str | None) -> None:
+    given = {"--lengths": lengths, "--lengths-file": lengths_file, "--explain": is_long, "--picture": picture}
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise InvalidInput(
+            f"--batches plans a file of batches; {' and '.join(wrong)} are for one batch: leave them out"
+        )
 
 
-def _lengths_of_text(text: str) -> list[int]:
-    numbers: list[int] = []
-    for position, part in enumerate(text.split(","), start=1):
-        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", part)
-        if match is None or int(match[2]) < 1:
-            raise InvalidInput(
-                f"--lengths: item {position}: expected a length of 1 token or more, or COUNTxLENGTH, "
-                f"got {part.strip()!r}"
-            )
-        numbers += [int(match[2])] * int(match[1] or 1)
-    if not numbers:
-        raise InvalidInput(f"--lengths: expected at least one sequence, got {text!r}")
-    return numbers
+def _answered(
+    pool: Pool, profile: Profile, options: PlannerOptions, lengths: list[int], origin: str, is_long: bool
+) -> Answered:
+    """Returns the plan of one batch with what explains it."""
+    from strategies.anytime import AnytimePlanner, planned_step
+    from strategies.explain import deciding, explain
+    from strategies.one_more import one_more
 
-
-def _lengths_of_file(path: str) -> list[int]:
-    data = read_json(path)
-    if isinstance(data, dict) and "lengths" in data:
-        data = data["lengths"]
-    if not isinstance(data, list) or not data:
-        raise InvalidInput(f'{path}: expected a list of lengths such as [100, 2000], or {{"lengths": [100, 2000]}}')
-    for position, value in enumerate(data, start=1):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidInput(f"{path}: item {position}: expected a length of 1 token or more, got {value!r}")
-    return data
+    made = list(AnytimePlanner(pool, profile, options).answers(lengths, 0))
+    plan = planned_step(made[0], made[-1]).plan
+    answered = Answered(plan, explain(plan, pool, profile, lengths), pool, profile, lengths, origin)
+    if not is_long:
+        return answered
+    return replace(
+        answered,
+        deciding=deciding(plan, answered.explanation, pool, profile, lengths, options),
+        one_more=one_more(plan, pool, profile, lengths, options),
+    )
 
 
 def _inputs(
@@ -213,96 +206,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _show(plan: StepPlan, explanation: Explanation, pool: Pool, lengths: Sequence[int], origin: str) -> None:
-    console = out()
-    click.echo(
-        f"{_count(len(lengths), 'sequence')}, {sum(lengths):,} tokens, the longest {max(lengths):,}; "
-        f"{_count(len(pool.strategies), 'strategy')} on {_count(pool.num_ranks, 'rank')}; costs {origin}"
-    )
-    console.print(table("Strategies", _CANDIDATE_HEADERS, _candidate_rows(explanation), numbers=(2, 3, 4)))
-    rows = _replica_rows(plan, explanation, lengths)
-    console.print(table(f"Replicas of {plan.strategy}", _REPLICA_HEADERS, rows, numbers=(4, 5, 6)))
-    click.echo(
-        f"predicted {plan.predicted_ms:,.1f} ms, bridges included; lower bound of the pool {plan.bound_ms:,.1f} ms, "
-        f"gap {plan.gap:.1%}; slowest replica over mean {explanation.imbalance:.2f}; "
-        f"planned by {plan.solver} in {plan.plan_ms:.0f} ms"
-    )
-
-
-def _candidate_rows(explanation: Explanation) -> list[list[str]]:
-    return [
-        [
-            ">" if row.is_taken else "",
-            row.strategy,
-            _ms(row.predicted_ms),
-            _ms(row.bound_ms),
-            "-" if row.gap is None else f"{row.gap:.1%}",
-            row.reason,
-        ]
-        for row in explanation.candidates
-    ]
-
-
-def _replica_rows(plan: StepPlan, explanation: Explanation, lengths: Sequence[int]) -> list[list[str]]:
-    rows = []
-    for row in explanation.replicas:
-        slowest = " (slowest)" if row.is_slowest and len(explanation.replicas) > 1 else ""
-        decided = "idle"
-        if row.deciding_sequence is not None:
-            decided = f"sequence {row.deciding_sequence}: {row.deciding_length:,} tokens"
-        rows.append(
-            [
-                f"{row.replica}{slowest}",
-                row.scheme,
-                ranks_text(row.ranks),
-                _micro_batches(plan, row.replica, lengths),
-                f"{row.num_sequences:,}",
-                f"{row.tokens:,}",
-                _ms(row.predicted_ms),
-                decided,
-            ]
-        )
-    return rows
-
-
-def _micro_batches(plan: StepPlan, replica: int, lengths: Sequence[int]) -> str:
-    tokens = [sum(lengths[index] for index in own) for own in plan.replicas[replica].micro_batches]
-    if not tokens:
-        return "none"
-    shown = " + ".join(f"{count:,}" for count in tokens[:_SHOWN_MICRO_BATCHES])
-    more = f" + {len(tokens) - _SHOWN_MICRO_BATCHES} more" if len(tokens) > _SHOWN_MICRO_BATCHES else ""
-    return f"{len(tokens)}: {shown}{more}"
-
-
-def _as_data(
-    plan: StepPlan, explanation: Explanation, profile: Profile, lengths: Sequence[int], origin: str
-) -> dict[str, Any]:
-    """Returns the plan with what explains it; `plan` reads back as `StepPlan.from_json`."""
-    return {
-        "lengths": list(lengths),
-        "strategy": plan.strategy,
-        "predicted_ms": plan.predicted_ms,
-        "bound_ms": plan.bound_ms,
-        "gap": plan.gap,
-        "candidates": [asdict(row) for row in explanation.candidates],
-        "replicas": [
-            {**asdict(row), "micro_batches": [list(own) for own in plan.replicas[row.replica].micro_batches]}
-            for row in explanation.replicas
-        ],
-        "imbalance": explanation.imbalance,
-        "costs": origin,
-        "max_tokens": {name: cost.max_tokens for name, cost in profile.schemes.items()},
-        "plan": asdict(plan),
-    }
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
-
-
-def _count(number: int, what: str) -> str:
-    if number == 1:
-        return f"1 {what}"
-    return f"{number:,} {what[:-1] + 'ies' if what.endswith('y') else what + 's'}"

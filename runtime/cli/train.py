@@ -45,6 +45,19 @@ def _folder(resume: str | None, config: RunConfig) -> Path | None:
     return Path(resume)
 
 
+def _check_replay(replay: str | None, config: RunConfig) -> None:
+    """Raises what is wrong with the plans before any process is started."""
+    if replay is None:
+        return
+    from hgraph.errors import InvalidInput
+    from hgraph.strategy_file import load_pool
+    from runtime.saved_plans import read_plans
+
+    if Path(replay).resolve() == (config.folder / "plans.jsonl").resolve():
+        raise InvalidInput(f"--replay: {replay} is what this run would write; give the run another --name")
+    read_plans(replay).check_pool(load_pool(config.pool))
+
+
 @click.command("train", context_settings={"ignore_unknown_options": False})
 @click.argument("config", type=click.Path())
 @click.argument("settings", nargs=-1)
@@ -57,21 +70,34 @@ def _folder(resume: str | None, config: RunConfig) -> Path | None:
     metavar="[FOLDER]",
     help="Go on after a checkpoint, or after the last one in a folder; default: the last one of this run.",
 )
-def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str | None, resume: str | None) -> None:
+@click.option("--replay", metavar="PLANS.jsonl", help="Run these plans, which an earlier run left in its folder.")
+def command(
+    config: str,
+    settings: tuple[str, ...],
+    nproc: int | None,
+    name: str | None,
+    resume: str | None,
+    replay: str | None,
+) -> None:
     """Train a model as the file CONFIG says, changed by SETTINGS such as optimizer.lr=1e-3.
 
     Starts one process per rank on this machine, unless torchrun has started this one already. Writes metrics.jsonl,
     plans.jsonl and the resolved configuration to <output>/<name>/, and checkpoints where checkpoint.every is set.
+
+    With --replay nothing is planned: every step runs the plan that the file has for it. Data, seed and pool must be
+    those of the run that wrote it; what differs is named.
 
     \b
     Examples:
       hgraph train examples/first_light/config.yaml
       hgraph train examples/first_light/config.yaml --name longer steps=80 optimizer.lr=5e-4
       hgraph train examples/first_light/config.yaml checkpoint.every=10 --resume
+      hgraph train examples/first_light/config.yaml --name again --replay runs/first-light/plans.jsonl
       torchrun --nproc-per-node 4 -m runtime.cli train examples/first_light/config.yaml
     """
     from runtime.checkpoint.resume import start_of
     from runtime.config import load_config
+    from runtime.interrupts import INTERRUPTED
     from runtime.launch import is_launched, launch
 
     overrides = list(settings)
@@ -79,11 +105,16 @@ def command(config: str, settings: tuple[str, ...], nproc: int | None, name: str
     overrides += [f"name={name}"] if name is not None else []
     loaded = load_config(config, overrides)
     folder = _folder(resume, loaded)
+    _check_replay(replay, loaded)
     if loaded.num_processes > 1 and not is_launched():
         check_pool(loaded)
         start_of(loaded, folder)
         again = [] if folder is None else [f"--resume={folder}"]
-        sys.exit(launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again]))
+        again += [] if replay is None else [f"--replay={replay}"]
+        code = launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again])
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.exit(code)
     from runtime.train import train
 
-    train(loaded, folder)
+    train(loaded, folder, None if replay is None else Path(replay))

@@ -1,24 +1,22 @@
 """Corpora: documents of the standard library or of the user's files, a tokenizer trained on the spot, and data sets."""
 
-from runtime.corpus.build import build_dataset
-from runtime.corpus.config import CorpusConfig, CorpusReport, Documents
-from runtime.corpus.entropy import unigram_entropy
-from runtime.corpus.files import jsonl_documents, text_documents, token_sequences
-from runtime.corpus.standard_library import stdlib_documents
-from runtime.corpus.tokenizer import END_OF_DOCUMENT, load_tokenizer, tokenize_corpus, train_tokenizer
+from hgraph.lazy_front import lazy_front
 
-__all__ = [
-    "END_OF_DOCUMENT",
-    "CorpusConfig",
-    "CorpusReport",
-    "Documents",
-    "build_dataset",
-    "jsonl_documents",
-    "load_tokenizer",
-    "stdlib_documents",
-    "text_documents",
-    "token_sequences",
-    "tokenize_corpus",
-    "train_tokenizer",
-    "unigram_entropy",
-]
+_MODULE_OF = {
+    "END_OF_DOCUMENT": "tokenizer",
+    "CorpusConfig": "config",
+    "CorpusReport": "config",
+    "Documents": "config",
+    "build_dataset": "build",
+    "jsonl_documents": "files",
+    "load_tokenizer": "tokenizer",
+    "stdlib_documents": "standard_library",
+    "text_documents": "files",
+    "token_sequences": "files",
+    "tokenize_corpus": "tokenizer",
+    "train_tokenizer": "tokenizer",
+    "unigram_entropy": "entropy",
+}
+
+__all__ = [*_MODULE_OF]
+__getattr__ = lazy_front(__name__, _MODULE_OF)

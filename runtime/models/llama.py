@@ -6,28 +6,13 @@ Shapes: B batch, T tokens, D hidden, H query heads, K key/value heads, F feed-fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.models.llama_config import LlamaConfig
+
 __all__ = ["Llama", "LlamaConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Sizes of a `Llama`."""
-
-    vocab_size: int = 4096
-    hidden: int = 256
-    layers: int = 4
-    heads: int = 8
-    kv_heads: int = 4
-    ffn: int = 688
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
 
 
 class Attention(nn.Module):

@@ -1,0 +1,71 @@
+"""What the summary says of plans, from steps whose figures can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hgraph.plan import ReplicaPlan, StepPlan
+from runtime.planning_figures import measured_over_predicted, percentile, planning_figures
+from runtime.step_output import StepOutput
+from strategies.ahead import PlanTimes
+
+
+def step(number: int, predicted_ms: float, measured_ms: float, times: PlanTimes | None, gap: float = 0.0) -> StepOutput:
+    plan = StepPlan(number, "one", (ReplicaPlan(((0,),), predicted_ms),), predicted_ms, predicted_ms, gap, "heuristic")
+    return StepOutput(
+        step=number,
+        loss=1.0,
+        grad_norm=1.0,
+        tokens=10,
+        labelled_tokens=9,
+        strategy="one",
+        plan=plan,
+        learning_rate=0.1,
+        measured_ms=measured_ms,
+        replica_ms=(measured_ms,),
+        plan_times=times,
+        bridge_bytes=0,
+        compiled_graphs=1,
+        peak_live_micro_batches=1,
+    )
+
+
+STEPS = [
+    step(1, 100.0, 150.0, PlanTimes(80.0, 4.0, 4.0, 100.0), 0.00),
+    step(2, 100.0, 110.0, PlanTimes(0.2, 2.0, 30.0, 125.0, ran_solver=True), 0.01),
+    step(3, 200.0, 180.0, PlanTimes(7.0, 6.0, 50.0, 200.0, ran_solver=True), 0.05),
+]
+
+
+def test_figures_of_planned_steps() -> None:
+    figures = dict(planning_figures(STEPS))
+    assert figures == {
+        "measured / predicted time of a step": "1.10 median, 0.92 to 1.46 in nine of ten steps",
+        "error of predicted time, median": "10%, half of them 10% to 30%",
+        "gap to the bound, median": "1.0%, 95th percentile 4.6%",
+        "first checked plan after": "4 ms median, 95th percentile 6 ms",
+        "solver": "ran in 2 of 3 steps, 40 ms median; found a better plan in 1, which saves 20.00% median there, 5.88% "
+        "of all predicted time",
+        "waited for plans": "87 ms in all; above 1 ms in 2 of 3 steps, longest 80 ms (step 1)",
+    }
+
+
+def test_figures_without_solver_or_waits() -> None:
+    figures = dict(planning_figures([step(1, 100.0, 100.0, PlanTimes(0.0, 1.0, 1.0, 100.0))]))
+    assert figures["solver"] == "ran in none of 1 steps"
+    assert figures["waited for plans"] == "0 ms in all; above 1 ms in 0 of 1 steps"
+
+
+def test_figures_of_replayed_steps() -> None:
+    figures = dict(planning_figures([step(1, 100.0, 100.0, None)]))
+    assert figures["plans"] == "1 replayed, none made" and "solver" not in figures
+
+
+def test_nothing_predicted_is_no_error() -> None:
+    assert measured_over_predicted(step(1, 0.0, 5.0, None)) == 1.0
+
+
+def test_percentiles() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([1.0, 2.0], 25) == pytest.approx(1.25)
+    assert percentile([7.0], 95) == 7.0
