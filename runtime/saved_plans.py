@@ -13,17 +13,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
 from hgraph.annotation import replicated
-from hgraph.data.batches import GlobalBatch
 from hgraph.errors import FileErrors, InvalidInput, Problem
 from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool, Strategy
 from hgraph.yaml_report import key_text, problems_of, read_text
 from strategies.pricing import priced
+
+if TYPE_CHECKING:
+    from hgraph.data.batches import GlobalBatch
 
 __all__ = ["SavedPlan", "SavedPlans", "read_plans", "saved_plan"]
 

@@ -37,7 +37,7 @@ def service() -> Iterator[PlanService]:
 def wait_until_ready(service: PlanService, count: int = 1) -> None:
     """Until a process is ready, steps are planned in this one."""
     with service._changed:
-        assert service._changed.wait_for(lambda: service._num_ready >= count, 120)
+        assert service._changed.wait_for(lambda: service._num_ready >= count, 240)
 
 
 def wait_until_gone(process_id: int, timeout_s: float = 20.0) -> bool:
@@ -67,7 +67,7 @@ def run(service: PlanService, steps: Sequence[int], depth: int) -> dict[int, Pla
     for step in steps:
         while waiting and service.num_ahead < depth:
             service.submit(waiting[0], batches[waiting.pop(0)])
-        planned[step] = service.result(step, timeout_s=120)
+        planned[step] = service.result(step, timeout_s=240)
     return planned
 
 
@@ -77,7 +77,7 @@ def test_plans_come_back_by_step_and_equal_those_made_here(service: PlanService)
         service.submit(step, lengths)
     assert service.num_ahead == 3
     for step in (7, 5, 6):
-        planned = service.result(step, timeout_s=120)
+        planned = service.result(step, timeout_s=240)
         check_plan(planned.plan, POOL, PROFILE, batches[step])
         first = plan_step(POOL, PROFILE, batches[step], step=step, options=replace(OPTIONS, program=False))
         best = plan_step(POOL, PROFILE, batches[step], step=step, options=OPTIONS)
@@ -92,8 +92,8 @@ def test_plans_come_back_by_step_and_equal_those_made_here(service: PlanService)
 def test_a_plan_made_ahead_is_not_waited_for(service: PlanService) -> None:
     service.submit(1, [10, 20])
     service.submit(2, [10, 20])
-    service.result(2, timeout_s=120)
-    assert service.result(1, timeout_s=120).times.waited_ms < 50
+    service.result(2, timeout_s=240)
+    assert service.result(1, timeout_s=240).times.waited_ms < 50
 
 
 def test_the_queue_is_bounded_and_says_what_to_do(service: PlanService) -> None:
@@ -107,7 +107,7 @@ def test_the_queue_is_bounded_and_says_what_to_do(service: PlanService) -> None:
         service.result(9)
     service.drop(2)
     for step in (1, 3):
-        service.result(step, timeout_s=120)
+        service.result(step, timeout_s=240)
     assert service.num_ahead == 0
 
 
@@ -115,8 +115,8 @@ def test_errors_are_raised_for_their_step_only(service: PlanService) -> None:
     service.submit(1, [10, 5_000])
     service.submit(2, [10])
     with pytest.raises(InvalidInput, match="plan: sequence 1 has 5,000 tokens; the largest limit of the pool is 4,096"):
-        service.result(1, timeout_s=120)
-    assert service.result(2, timeout_s=120).plan.step == 2
+        service.result(1, timeout_s=240)
+    assert service.result(2, timeout_s=240).plan.step == 2
 
 
 def test_a_timeout_names_the_step_which_stays_submitted(service: PlanService) -> None:
@@ -128,7 +128,7 @@ def test_a_timeout_names_the_step_which_stays_submitted(service: PlanService) ->
             service.result(8, timeout_s=0.2)
     finally:
         os.kill(process_id, signal.SIGCONT)
-    assert service.result(8, timeout_s=120).plan.step == 8
+    assert service.result(8, timeout_s=240).plan.step == 8
 
 
 @pytest.mark.long  # two processes of its own
@@ -139,7 +139,7 @@ def test_a_step_whose_solver_does_not_return_takes_its_first_plan() -> None:
         wait_until_ready(service)
         task = _submitted(service, 1, batches[1])
         with service._changed:  # the thread that would take the last answer waits
-            assert service._changed.wait_for(lambda: task.first is not None, 120)
+            assert service._changed.wait_for(lambda: task.first is not None, 240)
             os.kill(service.process_ids[0], signal.SIGSTOP)
             task.last = None
         service.submit(2, batches[2])
@@ -147,7 +147,7 @@ def test_a_step_whose_solver_does_not_return_takes_its_first_plan() -> None:
         first = plan_step(POOL, PROFILE, batches[1], step=1, options=replace(OPTIONS, program=False))
         assert planned.plan.solver == "heuristic (planner process: no better plan after 0.3 s)"
         assert replace(untimed(planned.plan), solver="heuristic") == first
-        assert untimed(service.result(2, timeout_s=120).plan) == plan_step(
+        assert untimed(service.result(2, timeout_s=240).plan) == plan_step(
             POOL, PROFILE, batches[2], step=2, options=OPTIONS
         )
 
@@ -159,7 +159,7 @@ def _submitted(service: PlanService, step: int, lengths: list[int]) -> Any:
 
 def test_the_process_imports_the_planner_and_not_torch(service: PlanService) -> None:
     service.submit(1, [10, 20])
-    service.result(1, timeout_s=120)
+    service.result(1, timeout_s=240)
     with open(f"/proc/{service.process_ids[0]}/maps") as maps:
         mapped = maps.read()
     assert "highs" in mapped and "libtorch" not in mapped
@@ -172,7 +172,7 @@ def test_the_process_ignores_the_interrupt_of_the_terminal(service: PlanService)
     (process_id,) = service.process_ids
     os.kill(process_id, signal.SIGINT)
     service.submit(1, [10, 20])
-    assert service.result(1, timeout_s=120).plan.solver == "heuristic"
+    assert service.result(1, timeout_s=240).plan.solver == "heuristic"
     assert os.getsid(process_id) != os.getsid(0)
 
 
@@ -202,11 +202,11 @@ def test_a_process_is_added_where_one_falls_behind() -> None:
             service.submit(step, [10, 20])
         with pytest.raises(PlanError, match="no plan of step 1"):
             service.result(1, timeout_s=0.1)
-        assert service.result(2, timeout_s=120).plan.step == 2
-        assert service.result(3, timeout_s=120).plan.step == 3
+        assert service.result(2, timeout_s=240).plan.step == 2
+        assert service.result(3, timeout_s=240).plan.step == 3
         assert service.take_notes() == ["a step waited for its plan: 2 planner processes from now on"]
         os.kill(slow, signal.SIGCONT)
-        assert service.result(1, timeout_s=120).plan.step == 1
+        assert service.result(1, timeout_s=240).plan.step == 1
         assert len(service.process_ids) == 2
 
 
@@ -222,7 +222,7 @@ def test_a_step_that_does_not_wait_takes_its_first_plan_and_says_so() -> None:
         service.submit(2, lengths)
         task = service._pending[2]
         with service._changed:
-            assert service._changed.wait_for(lambda: task.last is not None, 120)
+            assert service._changed.wait_for(lambda: task.last is not None, 240)
         assert untimed(service.result(2).plan) == plan_step(POOL, PROFILE, lengths, step=2, options=OPTIONS)
 
 
@@ -243,7 +243,7 @@ def test_a_killed_process_is_replaced_and_the_plans_are_the_same() -> None:
         os.kill(before, signal.SIGKILL)
         lengths = batches_of([2])[2]
         service.submit(2, lengths)
-        assert untimed(service.result(2, timeout_s=120).plan) == plan_step(
+        assert untimed(service.result(2, timeout_s=240).plan) == plan_step(
             POOL, PROFILE, lengths, step=2, options=OPTIONS
         )
         assert service.process_ids != (before,)
@@ -267,7 +267,7 @@ def test_where_every_process_ends_steps_are_planned_here() -> None:
         for step, lengths in batches.items():
             service.submit(step, lengths)
         for step, lengths in batches.items():
-            plan = service.result(step, timeout_s=120).plan
+            plan = service.result(step, timeout_s=240).plan
             check_plan(plan, POOL, PROFILE, lengths)
             assert plan.solver.startswith("heuristic (planner process: ") and plan.plan_ms > 0
         service.submit(4, [5_000])
@@ -368,6 +368,6 @@ def test_a_script_without_a_main_guard_works(tmp_path) -> None:  # type: ignore[
     script.write_text(PARENT.partition("if sys.argv")[0] + "service.close()\nprint('once')\n")
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     answer = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, env=environment, check=True
     )
     assert answer.stdout == "once\n"
