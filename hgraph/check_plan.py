@@ -8,6 +8,8 @@ Properties
 - Predicted times are those of the schedule in use, recomputed; the step's is the slowest replica's plus the bridges.
 - The flow time is recomputed too: the slowest replica's, without the bridges.
 - The bound is positive and not above the predicted time; gap = predicted / bound - 1.
+- The bound is the least of the candidates' bounds, or the predicted time where that is less; no candidate's bound is
+  above its own time.
 - Candidates are the pool's strategies, each at most once; none that was planned is faster than the plan, unless its
   flow time is known and greater.
 """
@@ -46,6 +48,7 @@ def check_plan(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[i
     _check_equal(f"{where}: flow_ms (slowest replica)", flow_ms, plan.flow_ms)
     _check_bound(plan, where)
     _check_candidates(plan, names, flow_ms + profile.bridge_ms.get(strategy.name, 0.0), where)
+    _check_candidate_bounds(plan, where)
 
 
 def check_sequenced_plan(plan: SequencedPlan, pool: Pool, profile: Profile, lengths: Sequence[int]) -> None:
@@ -140,6 +143,22 @@ def _check_candidates(plan: StepPlan, names: Sequence[str], taken_flow_ms: float
                 f"{where}: candidate {candidate.strategy} was planned at {candidate.predicted_ms} ms, faster than the "
                 f"plan's {plan.predicted_ms} ms"
             )
+
+
+def _check_candidate_bounds(plan: StepPlan, where: str) -> None:
+    expected_ms = plan.predicted_ms
+    for candidate in plan.candidates:
+        if candidate.bound_ms is None:
+            continue
+        expected_ms = min(expected_ms, candidate.bound_ms)
+        own_ms = candidate.predicted_ms
+        if own_ms is not None and candidate.bound_ms > own_ms * (1 + RELATIVE_TOLERANCE):
+            raise PlanError(
+                f"{where}: candidate {candidate.strategy}: bound_ms {candidate.bound_ms} is above its predicted time "
+                f"of {own_ms} ms"
+            )
+    if any(candidate.bound_ms is not None for candidate in plan.candidates):
+        _check_equal(f"{where}: bound_ms (the least of the candidates')", expected_ms, plan.bound_ms)
 
 
 def _check_equal(what: str, expected_ms: float, got_ms: float) -> None:

@@ -1,32 +1,28 @@
-"""A proven lower bound on the time of one strategy.
+"""A proven lower bound on the simulated time of one strategy, in closed form; `docs/planner.md` has the proofs.
 
-Sequences of one length are a class. A replica that runs the sequences of a multiset S in v >= 1 micro-batches takes,
-under any schedule and order, at least
+Sequences of one length are a class. In a step of time T, a replica of kind t that runs v micro-batches does at most
+`capacity_tv(T)` of work (`strategies/schedule_cuts.py`), holds at most `L v` tokens and at most v sequences longer than
+L/2, L being its token limit. With `f(s) = a s^2 + b s` it follows for each g in {one, tokens, halves}, summed over the
+M_t replicas of the kind, that
 
-    sum over S of f(s) + c v + o     with  f(s) = a s^2 + b s,  o = (pp - 1) (c + f(shortest of the batch)),
+    sum_k (f_t(s_k) + c_t phi_g(s_k)) x_kt <= M_t max over v of (capacity_tv(T) + [g is not one] c_t v)
 
-because its last stage works for all of it and waits for one micro-batch to come and one to go back; and at least
-`pp (f(s) + c)` for every s in S, because that sequence's micro-batch passes every stage forward and backward. And
-`v >= 1`, `v >= sum s / L`, `v >= number of s > L/2`, L being the token limit. So a step of time T exists only if there
-is a fractional assignment x of the classes to the kinds of replica (M_t replicas of kind t) such that
+with phi_one = 0, phi_tokens(s) = s / L, phi_halves(s) = 1 if s > L/2 else 0. A class may be on a kind only if
+s_k <= L_t and `pp_t (f_t(s_k) + c_t) <= T`, because its micro-batch passes every stage forward and backward. With one
+kind, which has all tokens, the row tokens counts whole micro-batches: ceil(tokens / L) together.
 
-    sum_t x_kt = n_k                                                 every sequence is somewhere
-    x_kt = 0 unless s_k <= L_t and pp_t (f_t(s_k) + c_t) <= T        eligibility
-    sum_k (f_t(s_k) + c_t phi_g(s_k)) x_kt + M_t (o_t + [g = one] c_t) <= M_t T
-                                                                     for g in {one, tokens, halves}
+The right sides, written `M_t (T - constant_gt(T))`, have constants that do not fall as T grows. So the constants at a
+proven bound hold for every longer step, and with them the least T of a fractional assignment x is a linear program:
 
-with phi_one = 0, phi_tokens(s) = s / L, phi_halves(s) = 1 if s > L/2 else 0. Averaging over equal replicas loses
-nothing, the conditions being convex. A kind with no eligible class is empty and its row is dropped; empty replicas of
-other kinds satisfy their rows. With one kind of replica all tokens are on it, and their row counts whole
-micro-batches: ceil(tokens / L) together. **The bound is the least T that is feasible.**
+    minimise T,  sum_t x_kt = n_k,  sum_k cost_gkt x_kt + M_t constant_gt <= M_t T,  x_kt = 0 where not eligible.
 
-For a fixed eligibility this is a linear program in (x, T). For any weights w_tg >= 0, sum w_tg M_t = 1, its Lagrangian
+For any weights w_gt >= 0 with sum w_gt M_t = 1 its Lagrangian
 
-    sum_k n_k min over eligible t of sum_g w_tg (f_t(s_k) + c_t phi_g(s_k)) + sum_tg w_tg M_t (o_t + [g = one] c_t)
+    sum_k n_k min over eligible t of sum_g w_gt cost_gkt + sum_gt w_gt M_t constant_gt
 
-is below the optimum (`certificate`). Here the weights are found in closed form: exact for one kind, and for two kinds
-whenever one g per kind is active. `strategies/bound_program.py` takes them from the linear program itself. Either way
-the number returned is a certificate, so a solver that errs weakens the bound and cannot make it wrong.
+is below the optimum (`certificate`). The weights are found without a solver: exact for one kind, and for two kinds
+whenever one g per kind is active. `least_time_ms` repeats this with the constants at the new bound until it stays.
+`strategies/bound_program.py` proves more, with a solver that need not be trusted.
 
 Symbols: K classes, T kinds, G = 3 rows per kind, in the order one, tokens, halves.
 """
@@ -35,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -43,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.cost import ReplicaKind
+from strategies.schedule_cuts import LAST_OF_TABLE, capacities_ms
 
 __all__ = ["BoundProblem", "bound_problem", "certificate", "closed_form_ms", "least_time_ms"]
 
@@ -51,22 +48,31 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 NUM_ROWS = 3
 NUM_GUESSES = 16
+MAX_ROUNDS = 20
+STEADY = 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundProblem:
-    """The data of the linear program of one strategy and batch.
+    """The data of the bound of one strategy and batch.
 
-    `counts_K`: sequences per class; `replicas_T`: replicas per kind; `cost_GKT`: what a sequence adds to row g of kind
-    t; `constant_GT`: the rows' constants over M_t; `threshold_KT`: the least step time at which the class may be on the
-    kind, inf for never. All in ms.
+    `kinds`, `replicas_T`: distinct kinds and how many replicas of each; `length_K`, `counts_K`: classes, longest first;
+    `work_KT`: f in ms; `cost_GKT`: what a sequence adds to row g of kind t; `constant_GT`: the constants at some step
+    time; `whole_GT`: what counting whole micro-batches adds to them; `threshold_KT`: the least step time at which the
+    class may be on the kind, inf for never; `most_T`: more micro-batches of a replica are not worth counting. Times are
+    in ms.
     """
 
-    counts_K: Floats
+    kinds: tuple[ReplicaKind, ...]
     replicas_T: Floats
+    length_K: Floats
+    counts_K: Floats
+    work_KT: Floats
     cost_GKT: Floats
     constant_GT: Floats
+    whole_GT: Floats
     threshold_KT: Floats
+    most_T: tuple[int, ...]
 
     @property
     def num_kinds(self) -> int:
@@ -80,32 +86,71 @@ class BoundProblem:
         """Returns the constants in ms, 0 for kinds without an eligible class."""
         return np.asarray(self.constant_GT * eligible_KT.any(axis=0))
 
+    def at(self, time_ms: float) -> BoundProblem:
+        """Returns the problem with the constants that hold in steps of `time_ms` and longer."""
+        constant_GT = self.whole_GT.copy()
+        for t, (kind, most) in enumerate(zip(self.kinds, self.most_T, strict=True)):
+            capacity = capacities_ms(kind, time_ms, most, float(self.work_KT[-1, t]))
+            rest_ms = time_ms - float((capacity + kind.cost.c * np.arange(1, most + 1)).max())
+            constant_GT[:, t] += time_ms - float(capacity.max()), rest_ms, rest_ms
+        return replace(self, constant_GT=np.maximum(constant_GT, 0.0))
+
 
 def bound_problem(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> BoundProblem:
-    """Returns the program's data for a strategy with replicas of `kinds` and a batch of `lengths`."""
+    """Returns the bound's data for a strategy with replicas of `kinds` and a batch of `lengths`.
+
+    The constants are those of the shortest step in which every class is eligible somewhere.
+    """
     classes = Counter(lengths)
     length_K = np.array(sorted(classes, reverse=True), dtype=np.float64)
+    counts_K = np.array([classes[int(length)] for length in length_K], dtype=np.float64)
     distinct = Counter(kinds)
-    cost_GKT = np.zeros((NUM_ROWS, len(length_K), len(distinct)))
-    constant_GT = np.zeros((NUM_ROWS, len(distinct)))
-    threshold_KT = np.zeros((len(length_K), len(distinct)))
+    shape = (len(length_K), len(distinct))
+    cost_GKT, whole_GT = np.zeros((NUM_ROWS, *shape)), np.zeros((NUM_ROWS, len(distinct)))
+    work_KT, threshold_KT = np.zeros(shape), np.zeros(shape)
+    most = []
     for t, kind in enumerate(distinct):
         c, limit = kind.cost.c, kind.max_tokens
         work_K = (kind.cost.a * length_K + kind.cost.b) * length_K
+        work_KT[:, t] = work_K
         cost_GKT[:, :, t] = work_K, work_K + c * length_K / limit, work_K + c * (2 * length_K > limit)
-        constant_GT[:, t] = (kind.pp - 1) * (c + work_K[-1])
-        constant_GT[0, t] += c
-        if len(distinct) == 1:
-            tokens = sum(lengths)
-            constant_GT[1, t] += c * (-(-tokens // limit) - tokens / limit) / len(kinds)
         threshold_KT[:, t] = np.where(length_K <= limit, kind.pp * (work_K + c), np.inf)
-    return BoundProblem(
-        np.array([classes[int(length)] for length in length_K], dtype=np.float64),
+        fitting_K = counts_K * (length_K <= limit)
+        most.append(_most_micro_batches(kind, length_K, fitting_K))
+    if len(distinct) == 1:
+        tokens = sum(lengths)
+        whole_GT[1, 0] = c * (-(-tokens // limit) - tokens / limit) / len(kinds)
+    problem = BoundProblem(
+        tuple(distinct),
         np.array(list(distinct.values()), dtype=np.float64),
+        length_K,
+        counts_K,
+        work_KT,
         cost_GKT,
-        constant_GT,
+        np.zeros_like(whole_GT),
+        whole_GT,
         threshold_KT,
+        tuple(most),
     )
+    floor_ms = _floor_ms(problem)
+    return problem.at(floor_ms) if np.isfinite(floor_ms) else problem
+
+
+def _most_micro_batches(kind: ReplicaKind, length_K: Floats, fitting_K: Floats) -> int:
+    """Returns a number v such that a replica with more micro-batches satisfies every row of v.
+
+    Enough for all tokens and all halves, and beyond the table, where the capacity falls with v.
+    """
+    enough = max(-(-int(length_K @ fitting_K) // kind.max_tokens), int(fitting_K @ (2 * length_K > kind.max_tokens)))
+    at_least = 1 if kind.pp == 1 else LAST_OF_TABLE + 1
+    if kind.schedule == "gpipe" and kind.pp > 1:
+        at_least = int(fitting_K.sum())
+    return max(1, min(int(fitting_K.sum()), max(at_least, enough)))
+
+
+def _floor_ms(problem: BoundProblem) -> float:
+    """Returns the least step time at which every class is eligible somewhere; inf for never."""
+    return float(problem.threshold_KT.min(axis=1).max())
 
 
 def certificate(problem: BoundProblem, weight_GT: Floats, eligible_KT: Bools) -> float:
@@ -127,62 +172,77 @@ def closed_form_ms(problem: BoundProblem, eligible_KT: Bools) -> float:
     """Returns the best certificate in ms among weights found without a solver."""
     if not eligible_KT.any(axis=1).all():
         return float("inf")
-    return max(certificate(problem, weight_GT, eligible_KT) for weight_GT in _weights(problem, eligible_KT))
+    if problem.num_kinds > 2:
+        return _best_of_guesses(problem, eligible_KT)
+    if problem.num_kinds == 2:
+        return _best_of_balances(problem, eligible_KT)
+    return max(certificate(problem, weight_GT, eligible_KT) for weight_GT in np.eye(NUM_ROWS)[:, :, None])
 
 
-def _weights(problem: BoundProblem, eligible_KT: Bools) -> list[Floats]:
-    num_kinds = problem.num_kinds
-    if num_kinds == 1:
-        return list(np.eye(NUM_ROWS)[:, :, None])
-    if num_kinds == 2:
-        return [_balance(problem, rows, eligible_KT) for rows in product(range(NUM_ROWS), repeat=2)]
+def _best_of_guesses(problem: BoundProblem, eligible_KT: Bools) -> float:
+    """Returns the best certificate in ms of weights on one row that make some class cost the same on every kind."""
     picks = np.unique(np.linspace(0, len(problem.counts_K) - 1, NUM_GUESSES).astype(int))
-    equal_price = [1.0 / np.maximum(problem.cost_GKT[g, k], 1e-300) for g in range(NUM_ROWS) for k in picks]
-    return [_in_row(index // len(picks), weight_T) for index, weight_T in enumerate(equal_price)]
+    constant_GT = problem.replicas_T * problem.active_constant_GT(eligible_KT)
+    best_ms = 0.0
+    for row in range(NUM_ROWS):
+        cost_KT = problem.cost_GKT[row]
+        weight_IT = 1.0 / np.maximum(cost_KT[picks], 1e-300)
+        weight_IT /= (weight_IT @ problem.replicas_T)[:, None]
+        price_IKT = np.where(eligible_KT, weight_IT[:, None, :] * cost_KT, np.inf)
+        best_ms = max(best_ms, float((price_IKT.min(axis=2) @ problem.counts_K + weight_IT @ constant_GT[row]).max()))
+    return best_ms
 
 
-def _in_row(row: int, weight_T: Floats) -> Floats:
-    weight_GT = np.zeros((NUM_ROWS, len(weight_T)))
-    weight_GT[row] = weight_T
-    return weight_GT
+def _best_of_balances(problem: BoundProblem, eligible_KT: Bools) -> float:
+    """Returns the best certificate in ms of two kinds, one row each: it bends only where a class is indifferent.
 
-
-def _balance(problem: BoundProblem, rows: tuple[int, ...], eligible_KT: Bools) -> Floats:
-    """Returns the best weights of two kinds, one row each: the Lagrangian bends only where a class is indifferent.
-
-    With ratio r = w_0 / w_1, a class pays min(r cost_0, cost_1): cost_1 once r reaches cost_1 / cost_0.
+    With ratio r = w_0 / w_1, a class pays min(r cost_0, cost_1): cost_1 once r reaches cost_1 / cost_0. All pairs of
+    rows [P] are looked at together, and all ratios [P, C] at which some class is indifferent, 0 and infinity.
     """
-    cost_0, cost_1 = (np.where(eligible_KT[:, t], problem.cost_GKT[rows[t], :, t], np.inf) for t in range(2))
-    constant_T = problem.active_constant_GT(eligible_KT)[list(rows), [0, 1]] * problem.replicas_T
-    both = np.isfinite(cost_0) & np.isfinite(cost_1) & (cost_0 > 0)
-    ratio_C = np.concatenate([[0.0], np.sort(cost_1[both] / cost_0[both])])
-    order = np.argsort(cost_1[both] / cost_0[both], kind="stable")
-    pays_1 = np.concatenate([[0.0], np.cumsum((problem.counts_K * np.where(both, cost_1, 0))[both][order])])
-    all_0 = (problem.counts_K * np.where(both, cost_0, 0))[both][order]
-    pays_0 = np.concatenate([[all_0.sum()], all_0.sum() - np.cumsum(all_0)])
-    only_0 = float(problem.counts_K @ np.where(np.isfinite(cost_0) & ~both, cost_0, 0.0))
-    only_1 = float(problem.counts_K @ np.where(np.isfinite(cost_1) & ~np.isfinite(cost_0), cost_1, 0.0))
-    value_C = ratio_C * (pays_0 + only_0 + constant_T[0]) + pays_1 + only_1 + constant_T[1]
-    value_C = value_C / (ratio_C * problem.replicas_T[0] + problem.replicas_T[1])
-    limit = (only_0 + constant_T[0]) / problem.replicas_T[0]
-    best = int(value_C.argmax())
-    weight_T = np.array([1.0, 0.0]) if limit > value_C[best] else np.array([ratio_C[best], 1.0])
-    weight_GT = np.zeros((NUM_ROWS, 2))
-    weight_GT[list(rows), [0, 1]] = weight_T
-    return weight_GT
+    rows_P = np.array(list(product(range(NUM_ROWS), repeat=2)))
+    cost_0, cost_1 = (problem.cost_GKT[rows_P[:, t], :, t] for t in range(2))
+    active_GT = problem.active_constant_GT(eligible_KT)
+    constant_0, constant_1 = (active_GT[rows_P[:, t], t] * problem.replicas_T[t] for t in range(2))
+    both = eligible_KT.all(axis=1)
+    only_0, only_1 = (eligible_KT[:, t] & ~both for t in range(2))
+    fixed_0 = cost_0[:, only_0] @ problem.counts_K[only_0] + constant_0
+    fixed_1 = cost_1[:, only_1] @ problem.counts_K[only_1] + constant_1
+    all_0, all_1 = (cost[:, both] * problem.counts_K[both] for cost in (cost_0, cost_1))
+    ratio_PC = all_1 / np.maximum(all_0, 1e-300)
+    order = np.argsort(ratio_PC, axis=1, kind="stable")
+    ratio_PC, all_0, all_1 = (np.take_along_axis(values, order, axis=1) for values in (ratio_PC, all_0, all_1))
+    start = np.zeros((len(rows_P), 1))
+    ratio_PC = np.concatenate([start, ratio_PC], axis=1)
+    pays_1 = np.concatenate([start, np.cumsum(all_1, axis=1)], axis=1) + fixed_1[:, None]
+    pays_0 = all_0.sum(axis=1, keepdims=True) - np.concatenate([start, np.cumsum(all_0, axis=1)], axis=1)
+    pays_0 = np.maximum(pays_0, 0.0) + fixed_0[:, None]
+    value_PC = (ratio_PC * pays_0 + pays_1) / (ratio_PC * problem.replicas_T[0] + problem.replicas_T[1])
+    return max(float(value_PC.max()), float(fixed_0.max() / problem.replicas_T[0]))
 
 
 def least_time_ms(problem: BoundProblem, bound_ms: Callable[[BoundProblem, Bools], float]) -> float:
-    """Returns the least T in ms that `bound_ms` (a lower bound for a fixed eligibility) cannot refute; inf for no plan.
+    """Returns the least T in ms that `bound_ms` (a lower bound for fixed constants and eligibility) cannot refute.
+
+    inf where no plan exists. The constants are those at the bound found so far, until it grows no more.
+    """
+    time_ms = _floor_ms(problem)
+    for _ in range(MAX_ROUNDS):
+        better_ms = _least_time_ms(problem.at(time_ms), bound_ms) if np.isfinite(time_ms) else time_ms
+        if better_ms <= time_ms * (1.0 + STEADY):
+            return max(time_ms, better_ms)
+        time_ms = better_ms
+    return time_ms
+
+
+def _least_time_ms(problem: BoundProblem, bound_ms: Callable[[BoundProblem, Bools], float]) -> float:
+    """Returns the same with the problem's own constants.
 
     Between two thresholds the eligibility is fixed, and some T in between is feasible if and only if the bound there is
     below the next threshold. What is feasible in a short step is feasible in a longer one, so bisection finds the first
     such interval; the first two probes are where the answer usually is.
     """
     thresholds = np.unique(problem.threshold_KT[np.isfinite(problem.threshold_KT)])
-    floor_ms = float(problem.threshold_KT.min(axis=1).max())
-    if not np.isfinite(floor_ms):
-        return float("inf")
+    floor_ms = _floor_ms(problem)
     values: dict[int, float] = {}
 
     def value_ms(interval: int) -> float:

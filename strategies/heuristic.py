@@ -33,6 +33,7 @@ __all__ = [
 CORRECTIONS = 3
 TRIALS = 4
 MAX_EXACT_ROUNDS = 12
+MAX_EXACT_SEQUENCES = 1_000
 IMPROVEMENT = 1.0 - 1e-9
 
 
@@ -107,11 +108,9 @@ def searched(
         if max_rounds == 0 or loads.ms_R.max() <= expected_ms * (1 + 1e-9):
             break
     assert best is not None
-    if not start.fleet.is_pipelined or max_rounds == 0:
+    if not start.fleet.is_pipelined or len(lengths) > MAX_EXACT_SEQUENCES:
         return best
-    best = _exact_search(start.fleet, start.order, lengths, best, packer, min(max_rounds, MAX_EXACT_ROUNDS))
-    kinds = [start.fleet.kind_of(replica) for replica in range(start.fleet.num_replicas)]
-    return refine_slowest(kinds, lengths, best, packer)
+    return _exact_search(start.fleet, start.order, lengths, best, packer, min(max_rounds, MAX_EXACT_ROUNDS))
 
 
 def value_ms(assignment: Assignment, packer: Packer) -> float:

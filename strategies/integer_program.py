@@ -32,8 +32,9 @@ the schedule and checked by `hgraph/check_plan.py`; if it is not a better plan, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import cvxpy as cp
@@ -43,6 +44,7 @@ from numpy.typing import NDArray
 from strategies.cost import ReplicaKind
 from strategies.heuristic import Assignment
 from strategies.options import PlannerOptions
+from strategies.packing import Packing
 from strategies.solver import FEASIBLE_POINT, solve_with_highs
 
 __all__ = [
@@ -57,6 +59,8 @@ __all__ = [
 ]
 
 MAX_SLOT_PRODUCT = 160
+MAX_COUNTS = 400
+CLASS_STEP = 16
 CUTOFF_SLACK = 1.0 + 1e-6
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -65,9 +69,11 @@ SolveFunction: TypeAlias = Callable[[cp.Problem, PlannerOptions, float], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchProgram:
-    """A built program. `counts` is [K, columns]; `column_replica` names the replica of each column.
+    """A program with a batch's numbers in it. `counts` is [K, columns]; `column_replica` is the replica of each column.
 
-    `is_slots` says that a column is a micro-batch, else it is a whole replica. `members` lists each class's indices.
+    `is_slots` says that a column is a micro-batch, else it is a whole replica. `members` lists each class's indices, in
+    the order of the rows; rows beyond them are empty. `kept` are the indices of replicas that the program leaves alone.
+    Its times are in units of `unit_ms`.
     """
 
     problem: cp.Problem
@@ -75,6 +81,8 @@ class DispatchProgram:
     column_replica: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
     is_slots: bool
+    kept: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    unit_ms: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +126,10 @@ def solve(
     program: DispatchProgram, options: PlannerOptions, target_ms: float, solve_with: SolveFunction
 ) -> ProgramAnswer:
     """Returns the answer of `solve_with`; whatever it raises becomes the status."""
+    for variable in program.problem.variables():
+        variable.save_value(None)
     try:
-        status = solve_with(program.problem, options, target_ms)
+        status = solve_with(program.problem, options, target_ms / program.unit_ms)
     except Exception as error:
         first_line = (str(error).strip() or "no text").splitlines()[0]
         return ProgramAnswer(f"{type(error).__name__}: {first_line}", float("inf"), None)
@@ -129,7 +139,8 @@ def solve(
     if values is None or not np.isfinite(values).all():
         return ProgramAnswer(f"{status}, but without a point", float("inf"), None)
     model_ms = program.problem.value
-    return ProgramAnswer(status, float("inf") if model_ms is None else float(model_ms), _groups(program, values))
+    answer_ms = float("inf") if model_ms is None else float(model_ms) * program.unit_ms
+    return ProgramAnswer(status, answer_ms, _groups(program, values))
 
 
 def _groups(program: DispatchProgram, values: Floats) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -140,15 +151,17 @@ def _groups(program: DispatchProgram, values: Floats) -> tuple[tuple[tuple[int, 
     """
     counts = np.clip(np.rint(values), 0, None).astype(int)
     columns: list[list[int]] = [[] for _ in program.column_replica]
-    for members, row in zip(program.members, counts, strict=True):
+    for members, row in zip(program.members, counts, strict=False):
         position = 0
         for column, count in enumerate(row):
             columns[column] += [
                 members[(position + i) % len(members)] for i in range(min(int(count), 2 * len(members)))
             ]
             position += int(count)
-    num_replicas = max(program.column_replica) + 1
+    num_replicas = max(*program.column_replica, *program.kept, 0) + 1
     by_replica: list[list[tuple[int, ...]]] = [[] for _ in range(num_replicas)]
+    for replica, kept in program.kept.items():
+        by_replica[replica].append(kept)
     for replica, own in zip(program.column_replica, columns, strict=True):
         if own or not program.is_slots:
             by_replica[replica].append(tuple(sorted(own)))
@@ -164,10 +177,11 @@ class _Classes:
     fits_KR: Floats
 
     @staticmethod
-    def of(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> _Classes:
+    def of(kinds: Sequence[ReplicaKind], lengths: Sequence[int], indices: Sequence[int] | None = None) -> _Classes:
+        """Returns the classes of the sequences `indices`, by default of all."""
         members: dict[int, list[int]] = {}
-        for index, length in enumerate(lengths):
-            members.setdefault(length, []).append(index)
+        for index in range(len(lengths)) if indices is None else indices:
+            members.setdefault(lengths[index], []).append(index)
         ordered = sorted(members, reverse=True)
         return _Classes(
             np.array(ordered, dtype=np.float64),
@@ -243,41 +257,110 @@ def slots_program(kinds: Sequence[ReplicaKind], lengths: Sequence[int], cutoff_m
     return DispatchProgram(cp.Problem(cp.Minimize(z), constraints), counts, column_replica, classes.members, True)
 
 
+class _CountsProgram:
+    """The counts program of a number of classes and replicas, in parameters: canonicalised once, for any batch."""
+
+    def __init__(self, num_classes: int, num_replicas: int) -> None:
+        shape = (num_classes, num_replicas)
+        self.parameters = {
+            name: cp.Parameter(size, nonneg=True)
+            for name, size in {
+                "count_K": num_classes,
+                "length_K": num_classes,
+                "upper_KR": shape,
+                "halves_KR": shape,
+                "work_KR": shape,
+                "limit_R": num_replicas,
+                "fixed_R": num_replicas,
+                "ramp_R": num_replicas,
+                "fewest_R": num_replicas,
+                "most_R": num_replicas,
+                "cutoff": (),
+            }.items()
+        }
+        given = self.parameters
+        self.counts = cp.Variable(shape, integer=True)
+        number = cp.Variable(num_replicas, integer=True)
+        z = cp.Variable()
+        work_R = cp.sum(cp.multiply(given["work_KR"], self.counts), axis=0)
+        constraints = [
+            self.counts >= 0,
+            self.counts <= given["upper_KR"],
+            number >= given["fewest_R"],
+            number <= given["most_R"],
+            cp.sum(self.counts, axis=1) == given["count_K"],
+            given["length_K"] @ self.counts <= cp.multiply(given["limit_R"], number),
+            cp.sum(cp.multiply(given["halves_KR"], self.counts), axis=0) <= number,
+            work_R + cp.multiply(given["fixed_R"], number) + given["ramp_R"] <= z,
+            z <= given["cutoff"],
+        ]
+        self.problem = cp.Problem(cp.Minimize(z), constraints)
+
+
+@lru_cache(maxsize=8)
+def _counts_program(num_classes: int, num_replicas: int) -> _CountsProgram:
+    """Returns the program of a size. Shared, and harmless to share: whatever it answers is checked."""
+    return _CountsProgram(num_classes, num_replicas)
+
+
 def counts_program(
     kinds: Sequence[ReplicaKind], lengths: Sequence[int], heuristic: Assignment, cutoff_ms: float
 ) -> DispatchProgram:
-    """Returns the counts program around the heuristic's plan, cut off at `cutoff_ms`."""
-    classes = _Classes.of(kinds, lengths)
-    num_replicas = len(kinds)
-    upper_KR = classes.count_K[:, None] * classes.fits_KR
-    counts = cp.Variable(upper_KR.shape, integer=True, bounds=[np.zeros_like(upper_KR), upper_KR])
-    fewest, most = _micro_batch_range(kinds, heuristic, len(lengths))
-    num_micro_batches = cp.Variable(num_replicas, integer=True, bounds=[fewest, most])
-    z = cp.Variable()
-    limit_R = np.array([kind.max_tokens for kind in kinds], dtype=np.float64)
-    fixed_R = np.array([kind.cost.c for kind in kinds])
-    halves_KR = (2 * classes.length_K[:, None] > limit_R[None, :]).astype(np.float64)
-    ramp_R, ramp_fixed_R = _ramps(kinds, lengths, heuristic)
-    work_R = cp.sum(cp.multiply(classes.work_KR, counts), axis=0)
-    constraints = [
-        cp.sum(counts, axis=1) == classes.count_K,
-        classes.length_K @ counts <= cp.multiply(limit_R, num_micro_batches),
-        cp.sum(cp.multiply(halves_KR, counts), axis=0) <= num_micro_batches,
-        cp.multiply(1.0 + ramp_R, work_R) + cp.multiply(fixed_R, num_micro_batches) + ramp_fixed_R <= z,
-        z <= cutoff_ms * CUTOFF_SLACK,
-    ]
-    problem = cp.Problem(cp.Minimize(z), constraints)
-    return DispatchProgram(problem, counts, tuple(range(num_replicas)), classes.members, False)
+    """Returns the counts program around the heuristic's plan, cut off at `cutoff_ms`.
+
+    Beyond `MAX_COUNTS` counts, the replicas are the slowest one and those that are done first; the others keep what
+    they have. Works are in units of the cut-off.
+    """
+    replicas = _neighbourhood(heuristic, lengths)
+    freed = sorted(index for replica in replicas for index in heuristic.indices[replica])
+    own_kinds = [kinds[replica] for replica in replicas]
+    classes = _Classes.of(own_kinds, lengths, freed)
+    num = -(-len(classes.members) // CLASS_STEP) * CLASS_STEP
+    program = _counts_program(num, len(replicas))
+    fewest, most = _micro_batch_range(own_kinds, [heuristic.packings[replica] for replica in replicas], len(freed))
+    slope_R, ramp_R = _ramps(kinds, lengths, heuristic)
+    limit_R = np.array([kind.max_tokens for kind in own_kinds], dtype=np.float64)
+    unit_ms = cutoff_ms if cutoff_ms > 0 else 1.0
+    values = {
+        "count_K": classes.count_K,
+        "length_K": classes.length_K,
+        "upper_KR": classes.count_K[:, None] * classes.fits_KR,
+        "halves_KR": (2 * classes.length_K[:, None] > limit_R[None, :]).astype(np.float64),
+        "work_KR": classes.work_KR * (1.0 + slope_R[list(replicas)]) / unit_ms,
+        "limit_R": limit_R,
+        "fixed_R": np.array([kind.cost.c for kind in own_kinds]) / unit_ms,
+        "ramp_R": ramp_R[list(replicas)] / unit_ms,
+        "fewest_R": fewest,
+        "most_R": most,
+        "cutoff": np.array(cutoff_ms * CUTOFF_SLACK / unit_ms),
+    }
+    for name, value in values.items():
+        rows = num - len(value) if name.partition("_")[2].startswith("K") else 0
+        program.parameters[name].value = np.pad(value, [(0, rows), (0, 0)][: value.ndim]) if rows else value
+    kept = {replica: own for replica, own in enumerate(heuristic.indices) if replica not in replicas}
+    return DispatchProgram(program.problem, program.counts, replicas, classes.members, False, kept, unit_ms)
+
+
+def _neighbourhood(heuristic: Assignment, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Returns the replicas the program may change: all, or the slowest and the first done while it stays small."""
+    order = sorted(range(len(heuristic.packings)), key=lambda replica: (heuristic.packings[replica].ms, replica))
+    chosen = [order[-1]]
+    seen = {lengths[index] for index in heuristic.indices[order[-1]]}
+    for replica in order[:-1]:
+        seen |= {lengths[index] for index in heuristic.indices[replica]}
+        if len(seen) * (len(chosen) + 1) > MAX_COUNTS and len(chosen) > 1:
+            break
+        chosen.append(replica)
+    return tuple(sorted(chosen))
 
 
 def _micro_batch_range(
-    kinds: Sequence[ReplicaKind], heuristic: Assignment, num_sequences: int
+    kinds: Sequence[ReplicaKind], packings: Sequence[Packing], num_sequences: int
 ) -> tuple[Floats, Floats]:
     fewest, most = np.zeros(len(kinds)), np.full(len(kinds), float(num_sequences))
-    for replica, kind in enumerate(kinds):
-        groups = heuristic.packings[replica].groups
-        if kind.pp > 1 and groups:
-            fewest[replica] = most[replica] = len(groups)
+    for replica, (kind, packing) in enumerate(zip(kinds, packings, strict=True)):
+        if kind.pp > 1 and packing.groups:
+            fewest[replica] = most[replica] = len(packing.groups)
     return fewest, most
 
 

@@ -20,7 +20,10 @@ __all__ = ["Exchange", "Loads", "exchanges", "relieve"]
 
 IMPROVEMENT = 1.0 - 1e-9
 MAX_GROUP_MEMBERS = 14
+BALANCED = 1e-4
 MAX_OTHERS = 32
+MAX_OWN = 48
+MAX_THEIRS = 512
 MAX_PARTNERS = 4
 NOTHING = -1
 MAX_PAIR_ROUNDS = 24
@@ -101,14 +104,16 @@ class Loads:
 
 
 def relieve(loads: Loads, max_rounds: int, enough_ms: float = 0.0) -> None:
-    """Improves `loads` in place, until the slowest replica takes at most `enough_ms`, nothing helps, or for
-    `max_rounds` steps."""
+    """Improves `loads` in place for at most `max_rounds` steps.
+
+    Ends when the slowest replica takes at most `enough_ms`, when all take the same time, or when nothing helps.
+    """
     pair_rounds = 0
     for _ in range(max_rounds):
         slowest = int(loads.ms_R.argmax())
-        if loads.ms_R[slowest] <= enough_ms:
+        if loads.ms_R[slowest] <= max(enough_ms, float(loads.ms_R.mean()) * (1.0 + BALANCED)):
             return
-        found = next(iter(exchanges(loads, slowest, 1)), None) if loads.fleet.num_replicas > 1 else None
+        found = next(iter(exchanges(loads, slowest, 1)), None)
         if found is None and pair_rounds < MAX_PAIR_ROUNDS:
             found = _group_exchange(loads, slowest)
             pair_rounds += 1
@@ -123,18 +128,28 @@ def _one_per_length(length_M: Floats, own: Ints) -> Ints:
     return np.asarray(own[keep])
 
 
+def _spread(values: Ints, count: int) -> Ints:
+    """Returns `values`, or `count` of them, evenly spread."""
+    if len(values) <= count:
+        return values
+    return np.asarray(values[np.linspace(0, len(values) - 1, count).astype(np.int64)])
+
+
 def exchanges(loads: Loads, slowest: int, count: int) -> list[Exchange]:
     """Returns up to `count` moves and swaps of single sequences that relieve the slowest replica, the best first.
 
-    The other replica is one of the `MAX_OTHERS` that are done first.
+    The other replica is one of the `MAX_OTHERS` that are done first; of very many sequences, some of all lengths.
     """
     fleet = loads.fleet
-    own_I = _one_per_length(fleet.length_M, loads.members(slowest))
+    own_I = _spread(_one_per_length(fleet.length_M, loads.members(slowest)), MAX_OWN)
     others = _done_first(loads, slowest, MAX_OTHERS)
+    if not len(others):
+        return []
     is_other = np.zeros(fleet.num_replicas, dtype=bool)
     is_other[others] = True
-    taken_J = np.append(np.flatnonzero(is_other[loads.replica_M]), np.full(len(others), NOTHING))
-    other_J = np.concatenate([loads.replica_M[taken_J[: -len(others)]], others])
+    theirs = _spread(np.flatnonzero(is_other[loads.replica_M]), MAX_THEIRS)
+    taken_J = np.append(theirs, np.full(len(others), NOTHING))
+    other_J = np.concatenate([loads.replica_M[theirs], others])
     worse_IJ = _worse_after_swap(loads, slowest, own_I, other_J, taken_J)
     flat = worse_IJ.ravel()
     best = [int(flat.argmin())] if count == 1 else np.argsort(flat, kind="stable")[:count].tolist()
@@ -181,10 +196,7 @@ def _worse_after_swap(loads: Loads, slowest: int, own_I: Ints, other_J: Ints, ta
 def _groups(length_M: Floats, own: Ints) -> Ints:
     """Returns rows: nothing, single sequences and pairs, M standing for nothing; of lengths spread over `own`."""
     nothing = len(length_M)
-    own = _one_per_length(length_M, own)
-    if len(own) > MAX_GROUP_MEMBERS:
-        own = own[np.unique(np.linspace(0, len(own) - 1, MAX_GROUP_MEMBERS).astype(np.int64))]
-    own = np.append(own, nothing)
+    own = np.append(_spread(_one_per_length(length_M, own), MAX_GROUP_MEMBERS), nothing)
     first, second = np.triu_indices(len(own), 1)
     return np.concatenate([[[nothing, nothing]], np.stack([own[first], own[second]], axis=1)])
 

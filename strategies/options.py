@@ -18,7 +18,7 @@ class PlannerOptions:
     `only`: name of the one strategy to plan for; None for the whole pool.
     `program`: whether the programs (of the bound and of the plan) may run; False gives the first checked plan.
     `max_nodes`: branch-and-bound nodes of one integer program; a limit in nodes keeps plans reproducible.
-    `max_programs`: how many integer programs one step may run, fastest heuristic plan first.
+    `max_programs`: how many integer programs one step may run, fastest plan first.
     `reach`: no program for a strategy whose heuristic plan is slower than the best by more than this (0.02 = 2 %).
     `time_limit_s`: safety limit of one program; generous, so that it never decides in practice.
     `max_rounds`: moves and swaps that the local search of one strategy may make.
@@ -32,7 +32,7 @@ class PlannerOptions:
     only: str | None = None
     program: bool = True
     max_nodes: int = 20
-    max_programs: int = 2
+    max_programs: int = 4
     reach: float = 0.02
     time_limit_s: float = 60.0
     max_rounds: int = 200

@@ -2,8 +2,9 @@
 
 With pp = 1 only the number of micro-batches matters (each costs c), so it is made as small as the two packers get it.
 With pp > 1 more micro-batches cost c each and shorten the pipeline's ramp: numbers around the one that the closed form
-of a load names are tried, up and down as long as that helps, each balanced longest first under the token limit and
-ordered by simulating the schedule in use. All choices are deterministic; ties go to the lower position.
+of a load names are tried, up and down as long as that helps: balanced longest first under the token limit and ordered
+by simulating the schedule in use, and in the shape that 1F1B runs fastest (`strategies/shapes.py`). All choices are
+deterministic; ties go to the lower position.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import numpy as np
 
 from hgraph.simulate import schedules_ms
 from strategies.cost import ReplicaKind
+from strategies.shapes import shaped_bins
 
 __all__ = ["Packer", "Packing", "fewest_bins", "fewest_bins_bound", "ordered", "refine"]
 
 MAX_REFINED_SIZE = 400
 MAX_SWAPPED = 24
 IMPROVEMENT = 1.0 - 1e-12
-MAX_KNOWN = 20_000
+MAX_HELD = 300_000
+PATIENCE = 2
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -43,12 +46,14 @@ class Packing:
 class Packer:
     """Packs and remembers: replicas of one kind with the same lengths have the same packing.
 
-    `by_flow` packs for the flow time, else for the simulated one. At most `MAX_KNOWN` packings are remembered.
+    `by_flow` packs for the flow time, else for the simulated one. Packings of at most `MAX_HELD` sequences in all are
+    remembered.
     """
 
     def __init__(self, by_flow: bool = False) -> None:
         self.by_flow = by_flow
         self._known: dict[tuple[ReplicaKind, tuple[int, ...]], Packing] = {}
+        self._num_held = 0
 
     def value_ms(self, packing: Packing) -> float:
         """Returns the time in ms that packings are compared by."""
@@ -59,8 +64,10 @@ class Packer:
         key = (kind, lengths)
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= MAX_KNOWN:
+            if self._num_held > MAX_HELD:
                 self._known.clear()
+                self._num_held = 0
+            self._num_held += len(lengths)
             known = self._known[key] = self._pack(kind, lengths)
         return known
 
@@ -75,9 +82,11 @@ class Packer:
         at = min(max(_likely_number(kind, work_ms), len(bins)), len(lengths))
         best = self._better(best, kind, lengths, work_ms, at)
         for numbers in (range(at + 1, len(lengths) + 1), range(at - 1, len(bins) - 1, -1)):
+            failures = 0
             for num_bins in numbers:
                 following = self._better(best, kind, lengths, work_ms, num_bins)
-                if following is best:
+                failures = failures + 1 if following is best else 0
+                if failures == PATIENCE:
                     break
                 best = following
         return best
@@ -85,15 +94,17 @@ class Packer:
     def _better(
         self, best: Packing, kind: ReplicaKind, lengths: Sequence[int], work_ms: Sequence[float], num_bins: int
     ) -> Packing:
-        """Returns the packing in `num_bins` balanced micro-batches if it is better than `best`, else `best` itself."""
+        """Returns the better of `best` itself and the packings in `num_bins` balanced or shaped micro-batches."""
         least_ms = sum(work_ms) + num_bins * kind.cost.c + (kind.pp - 1) * (work_ms[-1] + kind.cost.c)
         if least_ms >= self.value_ms(best):
             return best
         balanced = _balanced_bins(kind, lengths, work_ms, num_bins)
-        if balanced is None:
-            return best
-        candidate = ordered(kind, lengths, balanced)
-        return candidate if self.value_ms(candidate) < self.value_ms(best) * IMPROVEMENT else best
+        shaped = None if self.by_flow else shaped_bins(kind, lengths, work_ms, num_bins)
+        found = [ordered(kind, lengths, balanced)] if balanced is not None else []
+        found += [in_order(kind, lengths, shaped)] if shaped is not None else []
+        for candidate in found:
+            best = candidate if self.value_ms(candidate) < self.value_ms(best) * IMPROVEMENT else best
+        return best
 
 
 def _likely_number(kind: ReplicaKind, work_ms: Sequence[float]) -> int:
@@ -200,6 +211,12 @@ def ordered(kind: ReplicaKind, lengths: Sequence[int], groups: Groups) -> Packin
     return Packing(tuple(groups[index] for index in best_order), best_ms, kind.flow_ms(times_ms))
 
 
+def in_order(kind: ReplicaKind, lengths: Sequence[int], groups: Groups) -> Packing:
+    """Returns the packing of `groups` in the order they are in."""
+    times_ms = kind.micro_batch_ms([lengths[position] for position in group] for group in groups)
+    return Packing(groups, kind.schedule_ms(times_ms), kind.flow_ms(times_ms))
+
+
 def _orders(descending: list[int]) -> Iterator[list[int]]:
     """Yields orders in which neighbours are alike and the ends small, given the order from longest to shortest."""
     ascending = descending[::-1]
@@ -224,8 +241,7 @@ def refine(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> Packi
     improved = True
     while improved:
         improved = False
-        for groups in _moves(kind, lengths, best.groups):
-            times_ms = kind.micro_batch_ms([lengths[position] for position in group] for group in groups)
+        for groups, times_ms in _moves(kind, lengths, best.groups):
             ms = kind.schedule_ms(times_ms)
             if ms < best.ms * (1.0 - 1e-6):
                 best, improved = _reordered(kind, lengths, Packing(groups, ms, kind.flow_ms(times_ms))), True
@@ -257,14 +273,20 @@ def _reordered(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> P
     )
 
 
-def _moves(kind: ReplicaKind, lengths: Sequence[int], groups: Groups) -> Iterator[Groups]:
+def _moves(kind: ReplicaKind, lengths: Sequence[int], groups: Groups) -> Iterator[tuple[Groups, list[float]]]:
+    """Yields the groups after each move of one sequence to another one with room, with their times in ms."""
     count = len(groups)
+    times_ms = kind.micro_batch_ms([lengths[position] for position in group] for group in groups)
     for i, j in [(i, j) for i in range(count) for j in range(count) if i != j]:
         room = kind.max_tokens - sum(lengths[position] for position in groups[j])
         for position in groups[i]:
             if lengths[position] > room:
                 continue
-            moved = list(groups)
+            moved, moved_ms = list(groups), list(times_ms)
             moved[i] = tuple(other for other in groups[i] if other != position)
             moved[j] = tuple(sorted((*groups[j], position)))
-            yield tuple(group for group in moved if group)
+            for at in (i, j):
+                moved_ms[at] = kind.cost.micro_batch_ms([lengths[other] for other in moved[at]])
+            if not moved[i]:
+                del moved[i], moved_ms[i]
+            yield tuple(moved), moved_ms

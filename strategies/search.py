@@ -13,7 +13,15 @@ from hgraph.strategy import Strategy
 from strategies.bound import BoundProblem, bound_problem, closed_form_ms, least_time_ms
 from strategies.bound_program import program_bound_ms
 from strategies.cost import ReplicaKind
-from strategies.heuristic import Assignment, Start, pack_assignment, refine_slowest, searched, value_ms
+from strategies.heuristic import (
+    Assignment,
+    Start,
+    heuristic_assignment,
+    pack_assignment,
+    refine_slowest,
+    searched,
+    value_ms,
+)
 from strategies.integer_program import ProgramAnswer, SolveFunction, program_for, solve
 from strategies.options import PlannerOptions
 from strategies.packing import Packer, ordered
@@ -22,13 +30,16 @@ __all__ = ["EQUAL", "Planned", "Search", "plan_strategy", "replica_plans"]
 
 EQUAL = 1e-9
 SEARCHED_WITHIN = 0.05
+REFINED_WITHIN = 0.02
 ENOUGH_OF_GAP = 0.1
+WORTHWHILE = 0.05
 
 
 @dataclass(slots=True)
 class Planned:
     """What is known of one strategy while planning. `bound_ms` and the assignment's time are without the bridges.
 
+    `is_sharp`: the bound's program has been solved; `is_searched`: the local search has run.
     `solver` says how a program found the assignment; `fell_back` why a program's answer was not taken.
     """
 
@@ -37,7 +48,8 @@ class Planned:
     bridge_ms: float
     problem: BoundProblem
     bound_ms: float
-    is_sharp: bool
+    is_sharp: bool = False
+    is_searched: bool = False
     assignment: Assignment | None = None
     solver: str = ""
     fell_back: str = ""
@@ -66,29 +78,33 @@ def plan_strategy(
     """Returns a strategy that can hold every sequence, with its closed-form bound and no plan yet."""
     problem = bound_problem(kinds, lengths)
     bridge_ms = profile.bridge_ms.get(strategy.name, 0.0)
-    return Planned(
-        strategy, kinds, bridge_ms, problem, least_time_ms(problem, closed_form_ms), is_sharp=problem.num_kinds == 1
-    )
+    return Planned(strategy, kinds, bridge_ms, problem, least_time_ms(problem, closed_form_ms))
 
 
 @dataclass(slots=True)
 class Search:
-    """Planning of one step: `planned` are the strategies that can hold the batch, in the pool's order."""
+    """Planning of one step: `planned` are the strategies that can hold the batch, in the pool's order.
+
+    Plans of more flow time than `flow_limit_ms` are not taken. It is set once, by the heuristics, so that the best plan
+    never gets slower.
+    """
 
     lengths: tuple[int, ...]
     profile: Profile
     options: PlannerOptions
     planned: list[Planned]
     packer: Packer
+    flow_limit_ms: float = float("inf")
 
     @property
     def best(self) -> Planned:
-        """The strategy of least simulated time among those of least flow time, give or take the slack.
+        """The strategy of least simulated time among those within the limit of flow time; by flow, of least flow time.
 
         Of equal ones the first in the pool's order.
         """
-        slack = 0.0 if self.options.objective == "flow" else self.options.flow_slack
-        limit_ms = min(one.step_flow_ms for one in self.planned) * (1.0 + slack) * (1.0 + EQUAL)
+        limit_ms = self.flow_limit_ms
+        if self.options.objective == "flow":
+            limit_ms = min(one.step_flow_ms for one in self.planned) * (1.0 + EQUAL)
         able = [one for one in self.planned if one.step_flow_ms <= limit_ms]
         fastest_ms = min(one.step_ms for one in able)
         return next(one for one in able if one.step_ms <= fastest_ms * (1.0 + EQUAL))
@@ -121,35 +137,73 @@ class Search:
             is_near = start.ms + one.bridge_ms <= best_ms * (1.0 + SEARCHED_WITHIN)
             enough_ms = one.bound_ms * (1.0 + self.options.gap * ENOUGH_OF_GAP)
             one.take(searched(start, self.lengths, self.packer, rounds if is_near else 0, enough_ms))
+            one.is_searched = is_near
             best_ms = min(best_ms, one.step_ms)
             # A plan of less flow time may be preferred to a faster one, but none is faster than its bound.
             limit_ms = min(limit_ms, one.step_flow_ms)
+        self.flow_limit_ms = limit_ms * (1.0 + self.options.flow_slack) * (1.0 + EQUAL) if limit_ms > 0 else 0.0
+        for one in self.planned:
+            if one.assignment is not None and one.step_ms <= best_ms * (1.0 + REFINED_WITHIN):
+                self._offer(one, refine_slowest(one.kinds, self.lengths, one.assignment, self.packer))
 
     def sharpen_bounds(self) -> None:
-        """Solves the bound's linear program for the strategy of the least bound, while that can close the gap."""
+        """Solves the bound's program for the strategy of the least bound, while that can close the gap.
+
+        A bound as high as the best plan is enough.
+        """
         while not self.is_good_enough:
             lowest = min(self.planned, key=lambda one: one.step_bound_ms)
             if lowest.is_sharp:
                 return
-            sharp_ms = max(lowest.bound_ms, program_bound_ms(lowest.problem))
+            enough_ms = self.best.step_ms - lowest.bridge_ms
+            sharp_ms = max(lowest.bound_ms, program_bound_ms(lowest.problem, enough_ms))
             lowest.bound_ms = sharp_ms if lowest.assignment is None else min(sharp_ms, lowest.assignment.ms)
             lowest.is_sharp = True
 
     def improvements(self, solve_with: SolveFunction) -> Iterator[None]:
         """Yields after each thing done for a smaller gap, until it is closed or nothing is left to do.
 
-        First the bounds are sharpened; then integer programs run, fastest heuristic plan first.
+        First the bounds are sharpened; then strategies that could still win and have not been searched are; then
+        integer programs run, fastest plan first, each strategy's as long as they help.
         """
         self.sharpen_bounds()
         yield
-        candidates = sorted((one for one in self.planned if one.assignment is not None), key=lambda one: one.step_ms)
-        for one in candidates[: self.options.max_programs]:
-            best_ms = self.best.step_ms
-            too_slow = one.step_ms > best_ms * (1.0 + self.options.reach)
-            if self.is_good_enough or one.step_bound_ms > best_ms or too_slow:
-                continue
-            self._improve(one, best_ms, solve_with)
-            yield
+        for one in self._alive():
+            if not one.is_searched:
+                found = heuristic_assignment(one.kinds, self.lengths, self.packer, self.options.max_rounds)
+                one.is_searched = True
+                self._offer(one, found)
+                yield
+        runs = 0
+        for one in self._alive():
+            while runs < self.options.max_programs and one in self._alive(self.options.reach):
+                runs, before_ms = runs + 1, one.step_ms
+                self._improve(one, self.best.step_ms, solve_with)
+                yield
+                if one.step_ms > before_ms * (1.0 - self.options.gap * WORTHWHILE):
+                    break
+
+    def _alive(self, reach: float = float("inf")) -> list[Planned]:
+        """Returns the strategies whose bound leaves room for a better plan, fastest first; none when that is enough.
+
+        Only those with a plan at most `reach` slower than the best, where that is given.
+        """
+        if self.is_good_enough:
+            return []
+        best_ms = self.best.step_ms
+        able = [one for one in self.planned if one.step_bound_ms < best_ms * (1.0 - EQUAL)]
+        able = [one for one in able if reach == float("inf") or one.step_ms <= best_ms * (1.0 + reach)]
+        return sorted(able, key=lambda one: one.step_ms)
+
+    def _offer(self, one: Planned, new: Assignment) -> bool:
+        """Makes `new` the plan of a strategy if it is faster and does not take it over the limit of flow time."""
+        if one.assignment is not None:
+            is_faster = value_ms(new, self.packer) < value_ms(one.assignment, self.packer) * (1.0 - EQUAL)
+            flow_ms = new.flow_ms + one.bridge_ms
+            if not is_faster or flow_ms > max(self.flow_limit_ms, one.step_flow_ms):
+                return False
+        one.take(new)
+        return True
 
     def _improve(self, one: Planned, best_ms: float, solve_with: SolveFunction) -> None:
         """Takes the program's plan of a strategy if it is sound and faster than what there is; notes what happened."""
@@ -168,10 +222,9 @@ class Search:
         except PlanError as error:
             one.fell_back = str(error)
             return
-        if value_ms(assignment, self.packer) >= value_ms(one.assignment, self.packer) * (1.0 - EQUAL):
+        if not self._offer(one, assignment):
             one.fell_back = f"{answer.status}, no faster plan"
             return
-        one.take(assignment)
         one.solver = f"highs ({answer.status})"
 
     def _assignment(self, one: Planned, answer: ProgramAnswer, is_slots: bool) -> Assignment:

@@ -75,7 +75,7 @@ def _candidates(
     candidates = []
     for strategy in strategies:
         if strategy.name in planned:
-            candidates.append(_candidate(planned[strategy.name], search.best))
+            candidates.append(_candidate(planned[strategy.name], search))
             continue
         limit = max(kind.max_tokens for kind in kinds[strategy.name])
         reason = f"cannot hold sequence {longest} of {search.lengths[0]:,} tokens: its largest limit is {limit:,}"
@@ -83,13 +83,27 @@ def _candidates(
     return tuple(candidates)
 
 
-def _candidate(one: Planned, best: Planned) -> Candidate:
-    name = one.strategy.name
+def _taken(search: Search) -> str:
+    """Returns why the best plan is taken, and where the gap is large, what was tried on either side of it."""
+    if search.is_good_enough:
+        return "taken: smallest predicted time"
+    lowest = min(search.planned, key=lambda one: one.step_bound_ms)
+    made = "from its program" if lowest.is_sharp else "in closed form"
+    best = search.best
+    tried = best.solver or (best.fell_back and f"integer program: {best.fell_back}") or "no integer program ran"
+    return (
+        f"taken: smallest predicted time; {100.0 * search.gap:.1f}% above the least bound, that of "
+        f"{lowest.strategy.name}, {made}; {tried}"
+    )
+
+
+def _candidate(one: Planned, search: Search) -> Candidate:
+    name, best = one.strategy.name, search.best
     if one.assignment is None:
         reason = f"bound {one.step_bound_ms:,.1f} ms exceeds the best plan, {best.step_ms:,.1f} ms"
         return Candidate(name, None, one.step_bound_ms, reason)
     if one is best:
-        reason = "taken: smallest predicted time"
+        reason = _taken(search)
     elif one.step_ms < best.step_ms * (1.0 - EQUAL):
         more = 100.0 * (one.step_flow_ms / best.step_flow_ms - 1.0)
         reason = (

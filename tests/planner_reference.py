@@ -112,15 +112,7 @@ def random_small_problem(
 def event_driven_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -> float:
     """Returns the time of a pipeline by playing events: a stage starts its next action when its input has come."""
     count = len(times_ms)
-    order: list[list[tuple[str, int]]] = []
-    for stage in range(num_stages):
-        warm = count if schedule == "gpipe" else min(count, num_stages - stage)
-        actions = [("F", m) for m in range(warm)]
-        for m in range(count):
-            actions.append(("B", m))
-            if warm + m < count:
-                actions.append(("F", warm + m))
-        order.append(actions)
+    order = _stage_orders(schedule, num_stages, count)
     arrived = {("F", 0, m) for m in range(count)}
     position, busy, now = [0] * num_stages, [False] * num_stages, 0.0
     events: list[tuple[float, int, str, int]] = []
@@ -145,6 +137,40 @@ def event_driven_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -
         last = stage == num_stages - 1
         follower = ("B", stage, m) if kind == "F" and last else (kind, stage + 1 if kind == "F" else stage - 1, m)
         arrived.add(follower)
+
+
+def _stage_orders(schedule: str, num_stages: int, count: int) -> list[list[tuple[str, int]]]:
+    """Returns per stage its actions (kind, micro-batch) in the order they run."""
+    orders: list[list[tuple[str, int]]] = []
+    for stage in range(num_stages):
+        warm = count if schedule == "gpipe" else min(count, num_stages - stage)
+        actions = [("F", m) for m in range(warm)]
+        for m in range(count):
+            actions.append(("B", m))
+            if warm + m < count:
+                actions.append(("F", warm + m))
+        orders.append(actions)
+    return orders
+
+
+def every_order_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -> float:
+    """Returns the least time over all orders of the micro-batches, all played together, as `event_driven_ms` would."""
+    table = np.array(sorted(set(permutations(times_ms))))
+    orders, done = _stage_orders(schedule, num_stages, len(times_ms)), {}
+    position, free = [0] * num_stages, [np.zeros(len(table)) for _ in range(num_stages)]
+    while any(position[stage] < len(orders[stage]) for stage in range(num_stages)):
+        for stage in range(num_stages):
+            if position[stage] == len(orders[stage]):
+                continue
+            kind, m = orders[stage][position[stage]]
+            before = (kind, stage - 1, m) if kind == "F" else (kind, stage + 1, m)
+            first = stage == 0 if kind == "F" else stage == num_stages - 1
+            if not first and before not in done:
+                continue
+            start = free[stage] if first else np.maximum(free[stage], done[before])
+            free[stage] = done[kind, stage, m] = start + table[:, m] * (1 / 3 if kind == "F" else 2 / 3)
+            position[stage] += 1
+    return float(np.max(free, axis=0).min())
 
 
 def linear_bound_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> float:
@@ -195,6 +221,70 @@ def _fixed_eligibility_ms(
     return float(answer.fun)
 
 
+def option_bound_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> float:
+    """Returns the documented bound of replicas with pp = 1 by number of micro-batches, by scipy and bisection."""
+    classes = sorted(Counter(lengths).items())
+    groups = list(Counter(kinds).items())
+    low = max(
+        min(kind.pp * kind.cost.micro_batch_ms([s]) for kind, _ in groups if s <= kind.max_tokens) for s, _ in classes
+    )
+    high = 2.0 * low
+    while _share_of_batch(groups, classes, high) < 1.0:
+        low, high = high, 2.0 * high
+    while high > low * (1 + 1e-5):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _share_of_batch(groups, classes, middle) < 1.0 - 1e-7 else (low, middle)
+    return low
+
+
+def _share_of_batch(
+    groups: Sequence[tuple[ReplicaKind, int]], classes: Sequence[tuple[int, int]], time_ms: float
+) -> float:
+    """Returns how much of the batch fits fractionally into a step; columns: [kind, v, class], [kind, v], the share."""
+    most = sum(count for _, count in classes)
+    options = [(kind, v, t) for t, (kind, _) in enumerate(groups) for v in range(1, most + 1)]
+    num, width = len(classes), len(classes) + 1
+    rows, right, equal = [], [], []
+    bounds: list[tuple[float, float]] = []
+    for o, (kind, v, _) in enumerate(options):
+        capacity_ms = time_ms - kind.cost.c * v
+        limits = (
+            (kind.cost.sequence_ms, max(0.0, capacity_ms)),
+            (float, float(kind.max_tokens * v)),
+            (lambda s, kind=kind: float(2 * s > kind.max_tokens), float(v)),
+        )
+        for per_sequence, room in limits:
+            row = [0.0] * (len(options) * width + 1)
+            row[o * width : o * width + num] = [per_sequence(s) for s, _ in classes]
+            row[o * width + num] = -room
+            rows.append(row)
+            right.append(0.0)
+        for k, (s, count) in enumerate(classes):
+            own = kind.cost.sequence_ms(s)
+            held = min(count, int(capacity_ms * (1 + 1e-9) / own + 1e-9)) if own > 0 else count
+            may = s <= kind.max_tokens and kind.cost.micro_batch_ms([s]) <= time_ms and capacity_ms >= 0
+            row = [0.0] * (len(options) * width + 1)
+            row[o * width + k], row[o * width + num] = 1.0, -float(held)
+            rows.append(row)
+            right.append(0.0)
+            bounds.append((0.0, 2.0 * count if may else 0.0))
+        bounds.append((0.0, float("inf")))
+    for t, (_, number) in enumerate(groups):
+        row = [0.0] * (len(options) * width + 1)
+        for o, (_, _, own_kind) in enumerate(options):
+            row[o * width + num] = float(own_kind == t)
+        rows.append(row)
+        right.append(float(number))
+    for k, (_, count) in enumerate(classes):
+        row = [0.0] * (len(options) * width + 1)
+        row = [1.0 if i % width == k and i < len(options) * width else 0.0 for i in range(len(row))]
+        row[-1] = -float(count)
+        equal.append(row)
+    cost = [0.0] * (len(options) * width) + [-1.0]
+    answer = linprog(cost, rows, right, equal, [0.0] * num, bounds=[*bounds, (0.0, 2.0)], method="highs")
+    return float(-answer.fun)
+
+
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
     """Yields every partition of `items` into non-empty groups."""
     if not items:
@@ -209,18 +299,26 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 def best_replica_ms(kind: ReplicaKind, lengths: Sequence[int], simulated: bool) -> float:
     """Returns the least time of one replica over all packings: simulated over all orders, or flow."""
     best = float("inf") if lengths else 0.0
+    seen: set[tuple[float, ...]] = set()
     for groups in partitions(list(lengths)):
         if any(sum(group) > kind.max_tokens for group in groups):
             continue
-        times_ms = [kind.cost.micro_batch_ms(group) for group in groups]
-        if not times_ms or sum(times_ms) >= best:
+        times_ms = tuple(sorted(kind.cost.micro_batch_ms(group) for group in groups))
+        if not times_ms or times_ms in seen or _at_least_ms(kind, times_ms) >= best:
             continue
-        if not simulated:
+        seen.add(times_ms)
+        if not simulated or kind.pp == 1:
             best = min(best, sum(times_ms) + (kind.pp - 1) * max(times_ms))
             continue
-        orders = [times_ms] if kind.pp == 1 else set(permutations(times_ms))
-        best = min(best, *(event_driven_ms(kind.schedule, kind.pp, order) for order in orders), float("inf"))
+        best = min(best, every_order_ms(kind.schedule, kind.pp, times_ms))
     return best
+
+
+def _at_least_ms(kind: ReplicaKind, times_ms: tuple[float, ...]) -> float:
+    """Returns what rising times need in any order: the last stage's work between the two smallest, or the largest."""
+    first = times_ms[1] if len(times_ms) > 1 else times_ms[0]
+    ends = first / 3 + times_ms[0] * 2 / 3
+    return max(sum(times_ms) + (kind.pp - 1) * ends, kind.pp * times_ms[-1])
 
 
 def best_step_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int], simulated: bool) -> float:

@@ -79,7 +79,21 @@ def test_a_pipelined_plan_passes_with_its_schedule() -> None:
         ({"bound_ms": float("nan")}, "bound_ms: expected a finite number of 0 or more, got nan"),
         ({"gap": 0.5}, "gap: expected 0.0666"),
         ({"candidates": (Candidate("four", None, None, ""),)}, "candidate 'four' is listed 1 times"),
+        ({"flow_ms": 16.0}, "plan of step 3, strategy two: flow_ms (slowest replica): expected 12.0, got 16.0"),
         ({"candidates": CANDIDATES[1:] * 2}, "candidate 'pipe' is listed 2 times"),
+        (
+            {"candidates": (Candidate("two", 16.0, 15.0, ""), Candidate("pipe", 20.0, 21.0, ""))},
+            "candidate pipe: bound_ms 21.0 is above its predicted time of 20.0 ms",
+        ),
+        (
+            {"candidates": (Candidate("two", 16.0, 15.0, ""), Candidate("pipe", None, 14.0, ""))},
+            "bound_ms (the least of the candidates'): expected 14.0, got 15.0",
+        ),
+        ({"flow_ms": 11.0}, "flow_ms (slowest replica): expected 12.0, got 11.0"),
+        (
+            {"candidates": (Candidate("pipe", 15.0, 1.0, "", flow_ms=15.9),)},
+            "candidate pipe was planned at 15.0 ms, faster than the plan's 16.0 ms",
+        ),
         (
             {"candidates": (Candidate("pipe", 15.0, 1.0, ""),)},
             "candidate pipe was planned at 15.0 ms, faster than the plan's 16.0 ms",
@@ -92,12 +106,19 @@ def test_each_broken_property_is_named(change: dict[str, object], message: str) 
     assert message in str(error.value)
 
 
+def test_a_faster_candidate_of_more_flow_time_may_be_passed_over() -> None:
+    candidates = (Candidate("pipe", 15.0, 15.0, "its flow time is more", flow_ms=16.1),)
+    check_plan(replace(PLAN, candidates=candidates), POOL, PROFILE, LENGTHS)
+
+
 @pytest.mark.case(49)
 def test_the_limit_counts_true_lengths() -> None:
     wide = Profile({"tp1": SchemeCost(0.0, 1.0, 2.0, 16_384)}, {})
     lengths = [100] * 100
     pool = Pool(1, (Strategy("one", (Replica(SCHEME, (0,)),)),))
-    plan = StepPlan(0, "one", (ReplicaPlan((tuple(range(100)),), 10_002.0),), 10_002.0, 10_002.0, 0.0, "heuristic")
+    plan = StepPlan(
+        0, "one", (ReplicaPlan((tuple(range(100)),), 10_002.0),), 10_002.0, 10_002.0, 0.0, "heuristic", flow_ms=10_002.0
+    )
     check_plan(plan, pool, wide, lengths)
 
 

@@ -198,7 +198,8 @@ def test_times_and_bounds_are_those_of_other_code(seed: int) -> None:
         for name, kinds in kinds_of.items()
         if max(lengths) <= max(kind.max_tokens for kind in kinds)
     ]
-    assert plan.bound_ms == pytest.approx(min(*bounds_ms, plan.predicted_ms), rel=1e-6)
+    # The plain bound of other code is below; `test_planner_bound.py` recomputes the sharper one.
+    assert min(*bounds_ms, plan.predicted_ms) * (1 - 1e-6) <= plan.bound_ms <= plan.predicted_ms
     assert plan.gap == pytest.approx(plan.predicted_ms / plan.bound_ms - 1)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import Random
 
 import cvxpy as cp
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 
 from hgraph.check_plan import check_plan
-from hgraph.profile import SchemeCost
-from strategies.cost import ReplicaKind
+from hgraph.plan import StepPlan
+from hgraph.profile import Profile, SchemeCost
+from strategies import bound_program
+from strategies.bound import bound_problem, closed_form_ms, least_time_ms
+from strategies.bound_program import options_of, program_bound_ms
+from strategies.cost import ReplicaKind, replica_kinds
 from strategies.heuristic import heuristic_assignment
 from strategies.integer_program import counts_program, highs, slots_program, solve
 from strategies.options import PlannerOptions
@@ -58,6 +63,41 @@ def test_the_slots_program_equals_enumeration(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2000, 2500))
 def test_the_slots_program_equals_enumeration_up_to_eight_sequences(seed: int) -> None:
     check_against_enumeration(seed, most=8)
+
+
+def plan_of_small_problem(seed: int, most: int) -> tuple[StepPlan, float]:
+    """Returns the checked plan of one strategy, by the default options, and the optimum by enumeration."""
+    kinds, lengths = random_small_problem(seed, most)
+    schemes = [UNIFORM(number + 1, kind.pp) for number, kind in enumerate(kinds)]
+    pool = pool_of(strategy("drawn", *schemes))
+    profile = Profile({str(scheme): kind.cost for scheme, kind in zip(schemes, kinds, strict=True)}, {})
+    plan = plan_step(pool, profile, lengths)
+    check_plan(plan, pool, profile, lengths)
+    return plan, best_step_ms(kinds, lengths, simulated=True)
+
+
+def check_equal_or_flagged(seeds: Iterable[int], most: int) -> float:
+    """Returns the share of plans that are optimal; of the others, the gap must cover what they miss."""
+    optimal = []
+    for seed in seeds:
+        plan, best_ms = plan_of_small_problem(seed, most)
+        assert plan.bound_ms <= best_ms * (1 + 1e-9)
+        assert plan.predicted_ms >= best_ms * (1 - 1e-9)
+        assert plan.predicted_ms <= best_ms * (1 + plan.gap) * (1 + 1e-9)
+        optimal.append(plan.predicted_ms <= best_ms * (1 + 1e-9))
+    return sum(optimal) / len(optimal)
+
+
+@pytest.mark.case(62)
+def test_plans_are_optimal_or_flagged() -> None:
+    assert check_equal_or_flagged(range(15), most=5) >= 0.8
+
+
+@pytest.mark.long
+@pytest.mark.case(62)
+@pytest.mark.parametrize("first", range(3000, 3500, 50))
+def test_plans_are_optimal_or_flagged_up_to_eight_sequences(first: int) -> None:
+    assert check_equal_or_flagged(range(first, first + 50), most=8) >= 0.7
 
 
 def test_the_counts_program_reproduces_the_heuristic_and_its_cut_off() -> None:
@@ -137,6 +177,24 @@ def times_out(problem: cp.Problem, options: PlannerOptions, target_ms: float) ->
     return "no incumbent"
 
 
+def all_on_one_replica(problem: cp.Problem, options: PlannerOptions, target_ms: float) -> str:
+    """Claims to have found the optimum, with everything in the first column."""
+
+    def value(variable: cp.Variable) -> np.ndarray:
+        first = np.zeros(variable.shape)
+        if variable.ndim == 2:
+            first[:, 0] = problem_counts(problem)
+        return first
+
+    fill(problem, value)
+    return "optimal"
+
+
+def problem_counts(problem: cp.Problem) -> np.ndarray:
+    equal = next(one for one in problem.constraints if isinstance(one, cp.constraints.Equality))
+    return np.asarray(equal.args[1].value)
+
+
 def crashes(problem: cp.Problem, options: PlannerOptions, target_ms: float) -> str:
     raise RuntimeError("segmentation fault, nearly\nand more")
 
@@ -153,6 +211,7 @@ def crashes(problem: cp.Problem, options: PlannerOptions, target_ms: float) -> s
         (says_infeasible, "infeasible"),
         (times_out, "no incumbent"),
         (crashes, "RuntimeError: segmentation fault, nearly"),
+        (all_on_one_replica, "optimal, no faster plan"),
     ],
 )
 def test_a_solver_that_fails_or_lies_leaves_the_heuristic_plan(solver, text: str) -> None:  # type: ignore[no-untyped-def]
@@ -164,6 +223,66 @@ def test_a_solver_that_fails_or_lies_leaves_the_heuristic_plan(solver, text: str
     assert plan.solver.startswith("heuristic (solver: ") and text in plan.solver
     alone = plan_step(pool, profile, lengths, options=PlannerOptions(program=False, only="tp1x4"))
     assert plan.replicas == alone.replicas and plan.predicted_ms == alone.predicted_ms
+
+
+@pytest.mark.case(61, 63, 64)
+@pytest.mark.parametrize("name", ["pp2+tp1x2", "tp2+tp1x2"])
+@pytest.mark.parametrize("solver", [returns_zeros, returns_halves, says_infeasible, times_out, crashes])
+def test_no_strategy_depends_on_its_solver(name: str, solver) -> None:  # type: ignore[no-untyped-def]
+    pool, profile = laptop()
+    lengths = batch(1, 8_192, 900)
+    plan = plan_step(pool, profile, lengths, options=PlannerOptions(gap=0.0, only=name), solve_with=solver)
+    check_plan(plan, pool, profile, lengths)
+    assert plan.solver.startswith("heuristic (solver: ")
+
+
+def test_answers_of_an_earlier_batch_are_not_taken_for_new_ones() -> None:
+    pool, profile = laptop()
+    options = PlannerOptions(gap=0.0, only="tp1x4", max_nodes=5)
+    plan_step(pool, profile, batch(1, 8_192, 1_000), options=options)
+    plan = plan_step(pool, profile, batch(1, 8_192, 1_000), options=options, solve_with=returns_nothing)
+    assert plan.solver == "heuristic (solver: optimal, but without a point)"
+
+
+@pytest.mark.case(59)
+def test_what_was_planned_before_does_not_matter() -> None:
+    pool, profile = laptop()
+    options = PlannerOptions(gap=0.0, max_nodes=2, max_programs=1)
+    first = plan_step(pool, profile, batch(7, 6_000, 1_000), options=options)
+    plan_step(pool, profile, batch(1, 7_000, 1_500), options=options)
+    assert plan_step(pool, profile, batch(7, 6_000, 1_000), options=options) == first
+
+
+@pytest.mark.case(67)
+def test_equal_replicas_do_not_enlarge_the_bound_program() -> None:
+    """Two and 64 equal replicas are one kind: the same options, and the same program, canonicalised once."""
+    kind = ReplicaKind(2, "1f1b", SchemeCost(2e-6, 0.1, 40.0, 12_000))
+    sizes = []
+    for number in (2, 64):
+        problem = bound_problem([kind] * number, batch(number, 20_000 * number, 9_000, median=600))
+        before = bound_program._program.cache_info().misses
+        assert 0 < program_bound_ms(problem) < float("inf")
+        sizes.append(len(options_of(problem, 2 * least_time_ms(problem, closed_form_ms))))
+        if number == 64:
+            assert bound_program._program.cache_info().misses == before
+    assert max(sizes) <= bound_program.OPTION_STEP
+
+
+def test_a_large_problem_is_solved_around_the_slowest_replica() -> None:
+    pool, profile = cluster()
+    kinds = replica_kinds(pool["16+4x12"], profile)
+    lengths = batch(5, 120_000, 7_000, median=400)
+    heuristic = heuristic_assignment(kinds, lengths, Packer(), 20)
+    program = counts_program(kinds, lengths, heuristic, heuristic.ms)
+    slowest = max(range(len(kinds)), key=lambda replica: heuristic.packings[replica].ms)
+    assert slowest in program.column_replica and 2 <= len(program.column_replica) < len(kinds)
+    assert sorted({*program.column_replica, *program.kept}) == list(range(len(kinds)))
+    again = counts_program(kinds, lengths, heuristic, heuristic.ms)
+    assert again.problem is program.problem
+    answer = solve(program, PlannerOptions(gap=0.0, max_nodes=20), -1.0, highs)
+    if answer.groups is not None:
+        assert sorted(i for own in answer.groups for group in own for i in group) == list(range(len(lengths)))
+        assert all(answer.groups[replica] == (own,) for replica, own in program.kept.items())
 
 
 @pytest.mark.case(64)
@@ -203,13 +322,14 @@ def test_one_sequence_on_one_replica_needs_no_solver(pp: int) -> None:
 def test_the_program_finds_what_the_heuristic_misses() -> None:
     pool, profile = laptop()
     gains = []
-    for seed in range(8):
-        lengths = batch(seed, 8_192, 1_000)
-        plan = plan_step(pool, profile, lengths, options=PlannerOptions(gap=0.0, max_nodes=50))
-        alone = plan_step(pool, profile, lengths, options=PlannerOptions(gap=0.0, program=False))
+    for seed in range(3):
+        lengths = batch(seed, 4_096, 1_000)
+        options = PlannerOptions(gap=0.0, max_nodes=20, max_programs=2, only="tp1x4", max_rounds=0)
+        plan = plan_step(pool, profile, lengths, options=options)
+        alone = plan_step(pool, profile, lengths, options=replace(options, program=False))
         check_plan(plan, pool, profile, lengths)
         assert plan.predicted_ms <= alone.predicted_ms
-        gains.append(plan.solver.startswith("highs"))
+        gains.append(plan.solver.startswith("highs") and plan.predicted_ms < alone.predicted_ms)
     assert any(gains)
 
 

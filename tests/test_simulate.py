@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hgraph.action import Schedule
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.schedule import build_schedule, lower
-from hgraph.simulate import SimulatedStep, schedule_bound_ms, schedule_ms, simulate
+from hgraph.simulate import SimulatedStep, schedule_bound_ms, schedule_ms, schedules_ms, simulate
 
 NAMES = st.sampled_from(["gpipe", "1f1b"])
 TIMES = st.lists(st.floats(0.0, 100.0), max_size=10)
@@ -30,6 +31,12 @@ class TestScheduleMs:
         # Same dependences; GPipe's closed form adds in another order, so equal to rounding.
         total_ms = simulated(name, num_stages, times).total_ms
         assert schedule_ms(name, num_stages, times) == pytest.approx(total_ms, rel=1e-12)
+
+    @given(NAMES, st.integers(1, 6), st.integers(0, 9), st.integers(1, 4))
+    def test_many_at_once_are_the_same(self, name: str, num_stages: int, count: int, rows: int) -> None:
+        times = np.random.default_rng(num_stages + 10 * count).random((rows, count)) * 100
+        one_by_one = [schedule_ms(name, num_stages, row) for row in times.tolist()]
+        assert schedules_ms(name, num_stages, times).tolist() == pytest.approx(one_by_one, rel=1e-12)
 
     @given(NAMES, st.integers(1, 6), TIMES)
     def test_lies_above_the_bound(self, name: str, num_stages: int, times: list[float]) -> None:
