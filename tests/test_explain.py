@@ -1,4 +1,4 @@
-"""Why a plan is what it is: micro-batches, the sequence that decides, what one more strategy would gain; its picture."""
+"""Why a plan is what it is: micro-batches, the sequence that decides, what one more strategy would gain; a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning for a program: the same plan on every rank and in every run, ahead or not; replicas that have nothing to do."""
+"""Planning for a program: the same plan on every rank and in every run; replicas that have nothing to do."""
 
 from __future__ import annotations
 
