@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import io
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from hgraph.errors import FileErrors, InvalidInput
+from hgraph.errors import FileErrors
 from hgraph.memory_model import DeviceSizes, MemoryModel, ModelSizes
 from hgraph.profile_file_reader import VERSION, ProfileReport, read_profile_document
 from hgraph.scheme_profile import FitError, ProfileFile, SchemeProfile
-from hgraph.yaml_report import nearest, read_document, read_text
+from hgraph.shipped import read_named, shipped_names
+from hgraph.yaml_report import read_document
 
 __all__ = [
     "FitError",
@@ -37,8 +37,7 @@ __all__ = [
 
 def known_profiles() -> tuple[str, ...]:
     """Returns the names of the profiles that come with this package."""
-    folder = resources.files("hgraph") / "profiles"
-    return tuple(sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")))
+    return shipped_names("profiles", ".yaml")
 
 
 def read_profile_file(path_or_name: str | os.PathLike[str]) -> ProfileFile:
@@ -46,17 +45,8 @@ def read_profile_file(path_or_name: str | os.PathLike[str]) -> ProfileFile:
 
     Raises `FileErrors` with every fault of the file, `InvalidInput` where there is neither such a file nor such a name.
     """
-    name = os.fspath(path_or_name)
-    known = known_profiles()
-    if name in known:
-        text = (resources.files("hgraph") / "profiles" / f"{name}.yaml").read_text(encoding="utf-8")
-        return parse_profile_file(text, f"{name}.yaml")
-    if not os.path.exists(name) and os.path.basename(name) == name and not name.endswith((".yaml", ".yml", ".json")):
-        raise InvalidInput(
-            f"profile {name!r}: expected a file or one of the names {', '.join(known)}, got neither"
-            f"{nearest(name, known)}"
-        )
-    return parse_profile_file(read_text(name), name)
+    text, is_name = read_named(path_or_name, "profiles", ".yaml", "profile", (".yaml", ".yml", ".json"))
+    return parse_profile_file(text, f"{os.fspath(path_or_name)}.yaml" if is_name else os.fspath(path_or_name))
 
 
 def parse_profile_file(text: str, name: str = "<text>") -> ProfileFile:

@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -18,9 +17,10 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from hgraph.annotation import MOST_RANKS
 from hgraph.errors import FileErrors, InvalidInput
+from hgraph.shipped import read_named, shipped_names
 from hgraph.topology import Link, Node, Topology, uniform
 from hgraph.topology_file_reader import VERSION, TopologyReport, node_name, read_topology
-from hgraph.yaml_report import nearest, read_document, read_text
+from hgraph.yaml_report import read_document
 
 __all__ = [
     "ASSUMED_LOCAL",
@@ -40,8 +40,7 @@ ASSUMED_NETWORK = Link(1.0, 50.0)
 
 def known_topologies() -> tuple[str, ...]:
     """Returns the names of the topologies that come with this package."""
-    folder = resources.files("hgraph") / "clusters"
-    return tuple(sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")))
+    return shipped_names("clusters", ".yaml")
 
 
 def load_topology(path_or_name: str | os.PathLike[str]) -> Topology:
@@ -50,17 +49,8 @@ def load_topology(path_or_name: str | os.PathLike[str]) -> Topology:
     What has a folder or an ending (`cluster.yaml`, `./cluster`) is a path. Raises `FileErrors` with every fault of the
     file, `InvalidInput` where there is neither such a file nor such a name.
     """
-    name = os.fspath(path_or_name)
-    known = known_topologies()
-    if name in known:
-        text = (resources.files("hgraph") / "clusters" / f"{name}.yaml").read_text(encoding="utf-8")
-        return parse_topology(text, f"{name}.yaml")
-    if not os.path.exists(name) and not os.path.splitext(name)[1] and os.path.basename(name) == name:
-        raise InvalidInput(
-            f"cluster {name!r}: expected a file or one of the names {', '.join(known)}, got neither"
-            f"{nearest(name, known)}"
-        )
-    return parse_topology(read_text(name), name)
+    text, is_name = read_named(path_or_name, "clusters", ".yaml", "cluster")
+    return parse_topology(text, f"{os.fspath(path_or_name)}.yaml" if is_name else os.fspath(path_or_name))
 
 
 def parse_topology(text: str, name: str = "<text>") -> Topology:

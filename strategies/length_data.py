@@ -14,14 +14,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hgraph.errors import FileErrors, InvalidInput, Problem
-from hgraph.yaml_report import describe, nearest, read_text
+from hgraph.shipped import read_named, shipped_names
+from hgraph.yaml_report import describe
 
 __all__ = ["AboveLongest", "LengthData", "above_longest", "known_lengths", "read_lengths", "sample_batches"]
 
@@ -75,8 +75,7 @@ class AboveLongest:
 
 def known_lengths() -> tuple[str, ...]:
     """Returns the names of the length samples that come with this package."""
-    folder = resources.files("hgraph") / "lengths"
-    return tuple(sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json")))
+    return shipped_names("lengths", ".json")
 
 
 def read_lengths(path_or_name: str | os.PathLike[str]) -> LengthData:
@@ -85,16 +84,8 @@ def read_lengths(path_or_name: str | os.PathLike[str]) -> LengthData:
     What has a folder or an ending is a path. Raises `FileErrors` with the faults of the file (at most 20),
     `InvalidInput` where there is neither such a file nor such a name.
     """
-    name = os.fspath(path_or_name)
-    known = known_lengths()
-    if name in known:
-        return _parsed((resources.files("hgraph") / "lengths" / f"{name}.json").read_text(encoding="utf-8"), name)
-    if not os.path.exists(name) and not os.path.splitext(name)[1] and os.path.basename(name) == name:
-        raise InvalidInput(
-            f"lengths {name!r}: expected a file or one of the names {', '.join(known)}, got neither"
-            f"{nearest(name, known)}"
-        )
-    return _parsed(read_text(name), name)
+    text, _ = read_named(path_or_name, "lengths", ".json", "lengths")
+    return _parsed(text, os.fspath(path_or_name))
 
 
 def _parsed(text: str, name: str) -> LengthData:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hgraph.pictures.svg import MONOSPACE, Canvas, elide, text_width
+from hgraph.pictures.time_axis import draw_time_axis
 
 __all__ = ["Bar", "Block", "plan_svg"]
 
@@ -84,7 +84,7 @@ def plan_svg(bars: Sequence[Bar], title: str, *, step_ms: float, bound_ms: float
         _draw_bar(canvas, bar, left, top + index * row, row, scale)
     for value_ms, classes in ((bound_ms, "bound"), (step_ms, "end")):
         canvas.line((left + value_ms * scale, top - 4), (left + value_ms * scale, bottom + 2), classes)
-    bottom = _draw_axis(canvas, left, bottom + 4, end_ms, scale)
+    bottom = draw_time_axis(canvas, left, bottom + 4, _CHART_WIDTH, end_ms, scale)
     notes = max((text_width(bar.note, _TEXT_SIZE) for bar in bars), default=0.0)
     width = max(left + _CHART_WIDTH + 12 + notes, _MARGIN + text_width(title, 17)) + _MARGIN
     return canvas.render(width, bottom + _MARGIN, title, _STYLES, _HATCH)
@@ -119,27 +119,6 @@ def _draw_parts(canvas: Canvas, block: Block, x: float, top: float, height: floa
         if x - drawn >= _APART:
             canvas.line((x, top + 2), (x, top + height - 2), "part")
             drawn = x
-
-
-def _draw_axis(canvas: Canvas, left: float, y: float, end_ms: float, scale: float) -> float:
-    """Draws the time axis below the bars; returns its bottom."""
-    canvas.line((left, y), (left + _CHART_WIDTH, y), "grid")
-    if not end_ms > 0:
-        canvas.text(left, y + 16, "nothing to do", "")
-        return y + 20
-    distance_ms = _tick_ms(end_ms)
-    for index in range(math.floor(end_ms / distance_ms + 1e-9) + 1):
-        x = left + index * distance_ms * scale
-        canvas.line((x, y), (x, y + 5), "grid")
-        label = f"{index * distance_ms:.6g}"
-        canvas.text(x, y + 17, f"{label} ms" if index == 0 else label, "tick")
-    return y + 20
-
-
-def _tick_ms(end_ms: float) -> float:
-    """Returns a round distance of ticks, such that there are about ten."""
-    power = 10.0 ** math.floor(math.log10(end_ms / 10))
-    return next(factor * power for factor in (1, 2, 5, 10, 20) if end_ms / (factor * power) <= 12)
 
 
 def _draw_legend(canvas: Canvas, y: float) -> None:

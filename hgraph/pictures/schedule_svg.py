@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from hgraph.pictures.svg import MONOSPACE, Canvas, number, text_width
+from hgraph.pictures.time_axis import draw_time_axis
 from hgraph.simulate import SimulatedStep, Span
 
 __all__ = ["grid_svg", "grids_svg"]
@@ -65,7 +65,7 @@ def grids_svg(parts: Sequence[tuple[str, SimulatedStep]], title: str) -> str:
             canvas.text(_MARGIN, y + 12, f"{name}: {time}", "part")
             y += 22
         y = _draw_part(canvas, step, left, y, scale, notes) + _PART_GAP
-    y = _draw_axis(canvas, left, y - _PART_GAP, end_ms, scale)
+    y = draw_time_axis(canvas, left, y - _PART_GAP + 6, _CHART_WIDTH, end_ms, scale)
     width = max(left + _CHART_WIDTH + 12 + max(notes), text_width(title, 17)) + _MARGIN
     return canvas.render(width, y + _MARGIN, title, _STYLES, _HATCH)
 
@@ -128,28 +128,6 @@ def _draw_messages(canvas: Canvas, step: SimulatedStep, left: float, y: float, s
         end_y = y + receive.stage * _ROW + (0.0 if down else _BOX)
         start, end = left + spans[send].end_ms * scale, left + spans[receive].end_ms * scale
         canvas.line((start, start_y), (end, end_y), "message")
-
-
-def _draw_axis(canvas: Canvas, left: float, y: float, end_ms: float, scale: float) -> float:
-    """Draws the time axis below the rows; returns its bottom."""
-    y += 6
-    canvas.line((left, y), (left + _CHART_WIDTH, y), "grid")
-    if not end_ms:
-        canvas.text(left, y + 16, "nothing to do", "")
-        return y + 20
-    step_ms = _tick_ms(end_ms)
-    for index in range(math.floor(end_ms / step_ms + 1e-9) + 1):
-        x = left + index * step_ms * scale
-        canvas.line((x, y), (x, y + 5), "grid")
-        label = f"{index * step_ms:.6g}"
-        canvas.text(x, y + 17, f"{label} ms" if index == 0 else label, "tick")
-    return y + 20
-
-
-def _tick_ms(end_ms: float) -> float:
-    """Returns a round distance of ticks, such that there are about ten."""
-    power = 10.0 ** math.floor(math.log10(end_ms / 10))
-    return next(factor * power for factor in (1, 2, 5, 10, 20) if end_ms / (factor * power) <= 12)
 
 
 def _draw_legend(canvas: Canvas, y: float) -> None:
