@@ -65,7 +65,7 @@ class Planning:
         parts = self._agreed_parts(parts, len(batch))
         plans, times = [], []
         for name, positions in parts:
-            planned = self._part(step, name, [batch.lengths[position] for position in positions])
+            planned = self.plan_under(step, name, [batch.lengths[position] for position in positions])
             plans.append(planned.plan.renumbered(positions))
             times.append(planned.times)
         return SequencedPlan(tuple(plans)), sum_of(times)
@@ -88,8 +88,8 @@ class Planning:
                 )
         return list(everyone[0])
 
-    def _part(self, step: int, name: str, lengths: Sequence[int]) -> PlannedStep:
-        """Returns the plan of sequences of `lengths` under one strategy."""
+    def plan_under(self, step: int, name: str, lengths: Sequence[int]) -> PlannedStep:
+        """Returns the plan of sequences of `lengths` under one strategy, made in the step. Collective."""
         answer: PlannedStep | HydraulisError | None = None
         if 0 in self.cluster.local_ranks:
             answer = self._guarded(step, lambda: self._here(lengths, step, replace(self.options, only=name)))

@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 from hgraph.capture import LossFunction
 from hgraph.data.batches import GlobalBatch, GlobalBatches, global_batches
 from hgraph.errors import HydraulisError, RankFailed
-from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from hgraph.topology import Topology
 from hgraph.topology_file import load_topology, topology_from_environment
@@ -35,7 +33,6 @@ from runtime.recorder import Recorder
 from runtime.saved_plans import SavedPlans, read_plans
 from runtime.step_output import StepOutput
 from runtime.summary import StaticComparison, Summary, print_summary, write_summary
-from strategies.select import plan_step
 
 __all__ = ["train"]
 
@@ -190,15 +187,10 @@ def _compare(
         batch = batches[index]
         own.append(program.measure(batch, steps[index].plan))
         for name in static:
-            times[name].append(program.measure(batch, _plan_under(program, name, batch)))
+            planned = program.planning.plan_under(steps[index].step, name, batch.lengths)
+            times[name].append(program.measure(batch, planned.plan))
     best = min(static, key=lambda name: statistics.fmean(times[name]))
     return StaticComparison(tuple(chosen), tuple(own), best, tuple(times[best]))
-
-
-def _plan_under(program: Program, name: str, batch: GlobalBatch) -> StepPlan:
-    options = replace(program.planning.options, only=name)
-    plan = plan_step(program.pool, program.profile, batch.lengths, options=options)
-    return program.cluster.broadcast(plan)
 
 
 def _spread(count: int, wanted: int) -> list[int]:
