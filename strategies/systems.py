@@ -6,6 +6,7 @@ parts of each step. What a choice is judged by is the clock of the simulation, c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
@@ -122,8 +123,9 @@ class InTurn:
 
     Rebuilt from Ge et al., "Enabling Parallelism Hot Switching for Efficient Training of Large Language Models" (SOSP
     2024): short sequences run under a layout of many small replicas, then the layout changes within the step, with
-    parameters and gathered gradients, for longer ones. Borders (powers of two) and layouts are the best for the
-    calibration batches, by dynamic programming, switches included; a step leaves out what it has no sequence for.
+    parameters and gathered gradients, for longer ones. Borders (powers of two; the first is 2,048, or less where a
+    layout holds no more) and layouts are the best for the calibration batches, by dynamic programming, switches
+    included; a step leaves out what it has no sequence for.
     """
 
     def __init__(self, setting: Setting, strategies: Sequence[Strategy], assign: Assign) -> None:
@@ -133,7 +135,8 @@ class InTurn:
 
     def fit(self, batches: Sequence[Batch]) -> None:
         context = self.setting.context
-        borders = [2**power for power in range(11, 40) if 2**power < context] + [context]
+        first = min(11, int(math.log2(min(map(self.setting.limit, self.strategies)))))
+        borders = [2**power for power in range(first, 40) if 2**power < context] + [context]
         # best[strategy of the last segment]: time of all up to the border, and the segments; None is the beginning.
         best: list[dict[Strategy | None, tuple[float, tuple[_Segment, ...]]]] = [{None: (0.0, ())}]
         for upper in range(1, len(borders) + 1):
