@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from hgraph.errors import InvalidAnnotation
 from hgraph.placements import Partial, Placement, Replicate, Shard, balanced_sizes, parse_placement
 
-__all__ = ["MOST_RANKS", "Annotation", "Subgroup", "replicated", "sharded"]
+__all__ = ["MOST_RANKS", "Annotation", "Subgroup", "ranks_text", "replicated", "sharded"]
 
 MOST_RANKS = 2**20
 """More than any cluster has. A number above it is a slip, and is refused before anything is made for each rank."""
@@ -79,7 +79,7 @@ class Subgroup:
         inner = ", ".join(map(str, self.placements))
         if len(self.mesh) > 1:
             inner = f"{'x'.join(map(str, self.mesh))}: {inner}"
-        return f"{_ranks_text(self.ranks)}[{inner}]"
+        return f"{ranks_text(self.ranks)}[{inner}]"
 
     @staticmethod
     def parse(text: str) -> Subgroup:
@@ -234,7 +234,8 @@ def _merge_axes(
     return tuple(size for size, _ in merged), tuple(placement for _, placement in merged)
 
 
-def _ranks_text(ranks: tuple[int, ...]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns ranks as annotations write them: `0-3,6`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -246,7 +247,7 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 
 def _mesh_text(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> str:
     if not mesh:
-        return f"no axis; write {_ranks_text(ranks)}[R] where each holds the whole"
+        return f"no axis; write {ranks_text(ranks)}[R] where each holds the whole"
     return "x".join(map(str, mesh))
 
 

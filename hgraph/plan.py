@@ -128,6 +128,10 @@ class SequencedPlan:
         """Those of every part, in turn."""
         return tuple(replica for part in self.parts for replica in part.replicas)
 
+    def idle_ranks(self, pool: Pool) -> tuple[int, ...]:
+        """Returns the pool's ranks that run nothing in any part."""
+        return tuple(sorted(set.intersection(*(set(part.idle_ranks(pool)) for part in self.parts))))
+
     @property
     def predicted_ms(self) -> float:
         return sum(part.predicted_ms for part in self.parts)

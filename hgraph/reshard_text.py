@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hgraph.annotation import Annotation, replicated
+from hgraph.annotation import Annotation, ranks_text
 from hgraph.reshard_plan import Collective, Operation, ReshardPlan
 from hgraph.shard_map import Box, Piece, box_numel, shard_map
 
@@ -78,7 +78,7 @@ def _collective_text(collective: Collective) -> str:
     name = _NAMES[collective.kind]
     if collective.kind in ("all_reduce", "reduce_scatter"):
         name += f" ({'maximum' if collective.combine == 'max' else 'sum'})"
-    group = str(replicated(collective.ranks)).partition("[")[0]
+    group = ranks_text(collective.ranks)
     where = f"on ranks {group}" + ("" if collective.origin == "source" else f" from their {collective.origin}")
     if collective.kind == "all_reduce":
         return f"{name} of {box_text(collective.contributed[0])} {where}"

@@ -211,6 +211,11 @@ class Pool:
                 return strategy
         raise InvalidInput(f"pool: no strategy {name!r}; there are {[s.name for s in self.strategies]}")
 
+    def idle_ranks(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that no replica of the strategy has."""
+        named = set(self[name].ranks)
+        return tuple(rank for rank in range(self.num_ranks) if rank not in named)
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes, in order of first use."""

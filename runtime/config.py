@@ -183,6 +183,7 @@ class PlannerConfig:
     program: bool = True
     max_nodes: Count = 20
     max_programs: Count = 4
+    require_all_ranks: bool = False
 
     def options(self) -> PlannerOptions:
         """Returns the settings of one plan."""

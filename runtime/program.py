@@ -206,6 +206,7 @@ class Program:
             bridge_bytes=self._bytes_moved(plan) if batch.num_targets else 0,
             compiled_graphs=self.compiled_graphs,
             peak_live_micro_batches=outcome.peak_live_micro_batches,
+            idle_ranks=plan.idle_ranks(self.pool),
         )
 
     def measure(self, batch: GlobalBatch, plan: StepPlan | SequencedPlan) -> float:

@@ -14,12 +14,13 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from hgraph.annotation import ranks_text
 from runtime.config import RunConfig, write_config
 from runtime.program import Program
 from runtime.saved_plans import saved_plan
 from runtime.step_output import StepOutput
 
-__all__ = ["Recorder", "metrics_of"]
+__all__ = ["Recorder", "metrics_of", "step_line"]
 
 
 def metrics_of(output: StepOutput) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def metrics_of(output: StepOutput) -> dict[str, Any]:
         "step": output.step,
         "strategy": output.strategy,
         "replicas": output.replicas_used,
+        "idle_ranks": list(output.idle_ranks),
         "loss": output.loss,
         "grad_norm": output.grad_norm,
         "tokens": output.tokens,
@@ -113,7 +115,7 @@ class Recorder:
             self._write("plans", saved_plan(output.plan, self._program.pool, lengths, output.step).to_json())
             for note in self._program.planning.take_notes():
                 self.say(f"planner: {note}")
-            self.say(_line(fields, len(output.plan.replicas)))
+            self.say(step_line(fields, len(output.plan.replicas)))
             if self._bar is not None:
                 self._bar.update()
         return output
@@ -138,9 +140,13 @@ def _lines_before(path: Path, step: int) -> list[str]:
     return [line for line in lines if json.loads(line)["step"] < step]
 
 
-def _line(fields: dict[str, Any], num_replicas: int) -> str:
+def step_line(fields: dict[str, Any], num_replicas: int) -> str:
+    """Returns the line that a run shows of a step, from the fields of `metrics_of`."""
+    idle = fields["idle_ranks"]
+    idle_text = f" (idle: rank{'s' if len(idle) > 1 else ''} {ranks_text(idle)})" if idle else ""
     return (
-        "step {step:>3}  {strategy:<10} {replicas}/{num_replicas} replicas  loss {loss:.4f}  norm {grad_norm:.3f}  "
-        "{tokens:>6,} tokens  {tokens_per_s:>5,.0f}/s  predicted {predicted_ms:>5,.0f}, took {measured_ms:>5,.0f} ms  "
+        "step {step:>3}  {strategy:<10} {replicas}/{num_replicas} replicas{idle_text}  "
+        "loss {loss:.4f}  norm {grad_norm:.3f}  {tokens:>6,} tokens  {tokens_per_s:>5,.0f}/s  "
+        "predicted {predicted_ms:>5,.0f}, took {measured_ms:>5,.0f} ms  "
         "plan {plan_ms:.0f}, waited {plan_wait_ms:.0f} ms  bridge {mib:.1f} MiB"
-    ).format(**fields, num_replicas=num_replicas, mib=fields["bridge_bytes"] / 2**20)
+    ).format(**fields, num_replicas=num_replicas, idle_text=idle_text, mib=fields["bridge_bytes"] / 2**20)

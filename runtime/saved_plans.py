@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from hgraph.annotation import replicated
+from hgraph.annotation import ranks_text
 from hgraph.errors import FileErrors, InvalidInput, Problem
 from hgraph.plan import SequencedPlan, StepPlan
 from hgraph.profile import Profile
@@ -125,7 +125,7 @@ def _replayed(plan: StepPlan, pool: Pool, profile: Profile, lengths: Sequence[in
 
 
 def _layout(strategy: Strategy) -> tuple[str, ...]:
-    ranks = [str(replicated(replica.ranks)).partition("[")[0] for replica in strategy.replicas]
+    ranks = [ranks_text(replica.ranks) for replica in strategy.replicas]
     return tuple(f"{replica.scheme} {own}" for replica, own in zip(strategy.replicas, ranks, strict=True))
 
 

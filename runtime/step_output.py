@@ -15,7 +15,7 @@ class StepOutput:
     """What a step did; `step` counts from 1.
 
     Times are of the slowest rank; bytes are those that the bridges moved between all ranks. `plan_times` says how the
-    plan came about; None for a plan that was given.
+    plan came about; None for a plan that was given. `idle_ranks` ran nothing.
     """
 
     step: int
@@ -32,6 +32,7 @@ class StepOutput:
     bridge_bytes: int
     compiled_graphs: int
     peak_live_micro_batches: int
+    idle_ranks: tuple[int, ...] = ()
 
     @property
     def plan_wait_ms(self) -> float:

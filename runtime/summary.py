@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hgraph.annotation import ranks_text
 from runtime.planning_figures import measured_over_predicted, planning_figures
 from runtime.step_output import StepOutput
 
@@ -19,6 +20,9 @@ __all__ = ["SUMMARY_FILE", "StaticComparison", "Summary", "print_summary", "writ
 SUMMARY_FILE = "summary.txt"
 _WIDTH = 120
 """Columns of the file, whatever the terminal."""
+
+_IDLE_SHOWN = 4
+"""Sets of idle ranks that are named."""
 
 _ENDS = 3
 """Steps that are averaged at either end of the loss curve."""
@@ -95,6 +99,7 @@ def _figures(summary: Summary) -> Table:
         ("tokens per second", f"{1e3 * sum(s.tokens for s in steps) / sum(s.measured_ms for s in steps):.0f}"),
         ("imbalance, slowest / mean replica", f"{_mean(step.imbalance for step in steps):.3f}"),
         *planning_figures(steps),
+        *_idle(steps),
         ("graphs compiled", f"{steps[0].compiled_graphs} before the first step, {_later(steps)} after it"),
         (
             "peak memory of a process",
@@ -106,6 +111,16 @@ def _figures(summary: Summary) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _idle(steps: Sequence[StepOutput]) -> list[tuple[str, str]]:
+    """Returns the row on ranks that ran nothing; none where all ranks ran in every step."""
+    counts = Counter(step.idle_ranks for step in steps if step.idle_ranks)
+    if not counts:
+        return []
+    texts = [f"{ranks_text(ranks)} in {count}" for ranks, count in counts.most_common(_IDLE_SHOWN)]
+    more = ["others in more"] if len(counts) > _IDLE_SHOWN else []
+    return [("idle ranks", f"in {counts.total()} of {len(steps)} steps: {', '.join([*texts, *more])}")]
 
 
 def _comparison(comparison: StaticComparison) -> list[tuple[str, str]]:

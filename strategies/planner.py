@@ -105,7 +105,7 @@ def _usable(pool: Pool, options: PlannerOptions) -> tuple[Strategy, ...]:
     if full:
         return full
     most = max(strategies, key=lambda one: len(one.ranks))
-    idle = [rank for rank in range(pool.num_ranks) if rank not in most.ranks]
+    idle = list(pool.idle_ranks(most.name))
     raise InvalidInput(
         f"plan: expected a strategy that uses all {pool.num_ranks} ranks (require_all_ranks), got none; "
         f"{most.name} comes closest and leaves {idle} idle. Add a replica to it, or allow idle ranks"

@@ -229,6 +229,26 @@ class TestPlan:
     def test_idle_replicas_are_shown(self) -> None:
         text = hgraph(*PLAN, "--lengths", "150", "--strategy", "mixed").stdout
         assert re.search(r"2 +│ tp1 +│ 3 +│ none +│ +0 │ +0 │ +0\.0 │ idle", text)
+        assert "\nidle ranks: 2 of 4: 2-3 in replicas without a sequence\n" in text
+
+    @pytest.mark.case(68)
+    def test_idle_ranks_are_named_and_refused_by_option(self) -> None:
+        text = hgraph(*PLAN, "--lengths", "90,20", "--strategy", "small").stdout
+        assert "\nranks in no replica of a strategy: 3 in small\n" in text
+        assert "\nidle ranks: 2 of 4: 3 in no replica of small, 2 in replicas without a sequence\n" in text
+        data = json.loads(hgraph(*PLAN, "--lengths", "90,20", "--json").stdout)
+        assert data["strategy"] == "mixed" and len(data["idle_ranks"]) >= 1
+        assert [(row["strategy"], row["idle_ranks"]) for row in data["candidates"]] == [
+            ("large", []),
+            ("mixed", []),
+            ("small", [3]),
+        ]
+        text = hgraph(*PLAN, "--lengths", "90,20,30", "--refuse-idle").stdout
+        assert "no replica of" not in text and "│ small" not in text
+        assert message(*PLAN, "--lengths", "90,20", "--strategy", "small", "--refuse-idle") == (
+            "Error: plan: expected a strategy that uses all 4 ranks (require_all_ranks), got none; small comes closest "
+            "and leaves [3] idle. Add a replica to it, or allow idle ranks\n"
+        )
 
     def test_json_holds_the_plan(self) -> None:
         data = json.loads(hgraph(*PLAN, "--lengths", "150,3x40", "--json").stdout)

@@ -26,6 +26,7 @@ COSTS = Profile(
     {"mixed": 3.0},
 )
 SCHEMES = {"large": ["tp2.pp2"], "mixed": ["tp2", "tp1", "tp1"], "small": ["tp1", "tp1", "tp1"]}
+RANKS = {"large": [range(4)], "mixed": [range(2), [2], [3]], "small": [[0], [1], [2]]}
 BATCHES = [[150, 40, 40, 40], [300], [90, 10, 10, 80, 70, 60, 5], [1], []]
 PLAN = ("plan", "--pool", "pool.yaml", "--profile", "costs.yaml")
 KEYS = [
@@ -35,6 +36,7 @@ KEYS = [
     "bound_ms",
     "gap",
     "solver",
+    "idle_ranks",
     "latency_ms",
     "total_ms",
     "replicas",
@@ -81,6 +83,9 @@ def check(data: dict[str, Any], lengths: Sequence[int]) -> None:
         flow_ms.append(sum(times_ms) + (pp - 1) * max(times_ms, default=0.0))
         simulated_ms.append(own["ms"])
     bridge_ms = COSTS.bridge_ms.get(data["strategy"], 0.0)
+    replicas = zip(data["replicas"], RANKS[data["strategy"]], strict=True)
+    busy = {rank for own, ranks in replicas if own["micro_batches"] for rank in ranks}
+    assert data["idle_ranks"] == [rank for rank in range(4) if rank not in busy]
     assert data["flow_ms"] == pytest.approx(max(flow_ms))
     assert data["simulated_ms"] == pytest.approx(max(simulated_ms) + bridge_ms)
     if not lengths:
@@ -115,6 +120,7 @@ def test_a_table_of_many_batches() -> None:
     assert "5 batches on 4 ranks" in text
     assert re.search(r"│ +1 │ +1 │ +300 │ +300 │ large +│", text)
     assert re.search(r"mean simulated [\d.]+ ms; gap [\d.]+% median, [\d.]+% at most; first checked plan after", text)
+    assert re.search(r"\d of 5 plans leave ranks idle, 4 of 4 at most", text)
     assert re.search(r"the solver ran for \d of 5, found a better plan for \d, and saved [\d.]+% of all", text)
 
 

@@ -220,7 +220,7 @@ FILE_FAULTS = [
     (
         "planner:\n  node_limit: 5",
         "line 2: planner.node_limit: unknown key; the keys here are depth, workers, wait, gap, "
-        "only, program, max_nodes, max_programs",
+        "only, program, max_nodes, max_programs, require_all_ranks",
     ),
     ("planner:", "line 1: planner: expected a mapping, got nothing"),
     ("steps: 2\noptimizer: {warmup_steps: 10}", "line 1: expected optimizer.warmup_steps below steps, got 10 and 2"),

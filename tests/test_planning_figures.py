@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from hgraph.plan import ReplicaPlan, StepPlan
 from runtime.planning_figures import measured_over_predicted, percentile, planning_figures
+from runtime.recorder import metrics_of, step_line
 from runtime.step_output import StepOutput
+from runtime.summary import Summary, write_summary
 from strategies.ahead import PlanTimes
 
 
@@ -63,6 +69,17 @@ def test_figures_of_replayed_steps() -> None:
 
 def test_nothing_predicted_is_no_error() -> None:
     assert measured_over_predicted(step(1, 0.0, 5.0, None)) == 1.0
+
+
+def test_idle_ranks_are_named_in_line_and_summary(tmp_path: Path) -> None:
+    steps = [replace(STEPS[0], idle_ranks=(3,)), *STEPS[1:], replace(STEPS[0], idle_ranks=(0, 2, 3))]
+    lines = [step_line(metrics_of(one), 2) for one in steps]
+    assert "1/2 replicas (idle: rank 3)  loss" in lines[0] and "1/2 replicas  loss" in lines[1]
+    assert "1/2 replicas (idle: ranks 0,2-3)  loss" in lines[3]
+    text = write_summary(Summary(tuple(steps), 1.0, 1.0, 1.0, None, tmp_path)).read_text()
+    assert re.search(r"idle ranks +│ in 2 of 4 steps: 3 in 1, 0,2-3 in 1 ", text)
+    text = write_summary(Summary(tuple(STEPS), 1.0, 1.0, 1.0, None, tmp_path)).read_text()
+    assert "idle ranks" not in text
 
 
 def test_percentiles() -> None:

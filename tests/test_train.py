@@ -26,6 +26,7 @@ FIELDS = [
     "step",
     "strategy",
     "replicas",
+    "idle_ranks",
     "loss",
     "grad_norm",
     "tokens",

@@ -131,7 +131,7 @@ def _as_data(report: PoolReport) -> dict[str, object]:
             {
                 "name": strategy.name,
                 "replicas": [{"scheme": str(r.scheme), "ranks": list(r.ranks)} for r in strategy.replicas],
-                "idle_ranks": [rank for rank in range(pool.num_ranks) if rank not in strategy.ranks],
+                "idle_ranks": list(pool.idle_ranks(strategy.name)),
             }
             for strategy in pool.strategies
         ]

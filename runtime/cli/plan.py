@@ -48,6 +48,7 @@ __all__ = ["command"]
 @click.option("--save-profile", metavar="P.yaml", help="Write the costs that were used to this file.")
 @click.option("--strategy", metavar="NAME", help="Plan for this strategy of the pool only.")
 @click.option("--no-solver", is_flag=True, help="Take the first checked plan; run no integer program.")
+@click.option("--refuse-idle", is_flag=True, help="Take no strategy that leaves ranks of the pool without a replica.")
 @click.option("--explain", "is_long", is_flag=True, help="Show every micro-batch, what decides, what would gain.")
 @click.option("--picture", metavar="FILE.svg", help="Draw the plan: a bar per replica, micro-batches stacked by cost.")
 @json_option
@@ -62,6 +63,7 @@ def command(
     save_profile: str | None,
     strategy: str | None,
     no_solver: bool,
+    refuse_idle: bool,
     is_long: bool,
     picture: str | None,
     as_json: bool,
@@ -92,7 +94,12 @@ def command(
     pool, profile, options, origin = _inputs(config_path, pool_path, profile_path, settings)
     if strategy is not None:
         strategies_named(pool, [strategy])
-    options = replace(options, only=strategy or options.only, program=options.program and not no_solver)
+    options = replace(
+        options,
+        only=strategy or options.only,
+        program=options.program and not no_solver,
+        require_all_ranks=options.require_all_ranks or refuse_idle,
+    )
     if save_profile is not None:
         write_profile_file(save_profile, ProfileFile.of(profile))
     if batches_path is not None:

@@ -63,6 +63,7 @@ def plan_batches(pool: Pool, profile: Profile, options: PlannerOptions, path: st
     title = f"{count_text(len(batches), 'batch')} on {count_text(pool.num_ranks, 'rank')}"
     out().print(table(title, _HEADERS, rows, numbers=(0, 1, 2, 3, 5, 6, 7, 8, 10, 11)))
     click.echo(_summary(planned))
+    click.echo(_idle(planned, pool))
 
 
 def _planned(
@@ -99,6 +100,7 @@ def _as_data(one: PlannedBatch, pool: Pool) -> dict[str, Any]:
         "bound_ms": plan.bound_ms,
         "gap": plan.gap,
         "solver": plan.solver,
+        "idle_ranks": list(plan.idle_ranks(pool)),
         "latency_ms": one.latency_ms,
         "total_ms": one.total_ms,
         "replicas": [
@@ -135,6 +137,15 @@ def _row(number: int, one: PlannedBatch) -> list[str]:
         ms_text(one.latency_ms),
         ms_text(one.total_ms),
     ]
+
+
+def _idle(planned: Sequence[PlannedBatch], pool: Pool) -> str:
+    counts = [len(one.plan.idle_ranks(pool)) for one in planned]
+    if not any(counts):
+        return "no plan leaves a rank idle"
+    return (
+        f"{sum(map(bool, counts))} of {len(planned)} plans leave ranks idle, {max(counts)} of {pool.num_ranks} at most"
+    )
 
 
 def _summary(planned: Sequence[PlannedBatch]) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
+from hgraph.annotation import ranks_text
 from hgraph.pictures.plan_svg import Bar, Block, plan_svg
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cli.options import out, table
-from runtime.cli.tables import ranks_text
 from strategies.explain import Deciding, Explanation, MicroBatchRow, ReplicaRow
 from strategies.one_more import OneMore
 
@@ -62,8 +62,10 @@ def print_plan(answered: Answered) -> None:
         f"costs {answered.origin}"
     )
     console.print(table("Strategies", _CANDIDATE_HEADERS, _candidate_rows(explanation), numbers=(2, 3, 4)))
+    _echo_lines(_idle_of_strategies(plan, pool))
     rows = [_replica_row(row, is_alone=len(explanation.replicas) == 1) for row in explanation.replicas]
     console.print(table(f"Replicas of {plan.strategy}", _REPLICA_HEADERS, rows, numbers=(4, 5, 6)))
+    _echo_lines(_idle_of_plan(plan, pool))
     if answered.deciding is not None:
         rows = _micro_batch_rows(explanation)
         console.print(table("Micro-batches, in the order they run", _MICRO_BATCH_HEADERS, rows, numbers=(0, 1, 3, 4)))
@@ -87,7 +89,11 @@ def as_data(answered: Answered) -> dict[str, Any]:
         "predicted_ms": plan.predicted_ms,
         "bound_ms": plan.bound_ms,
         "gap": plan.gap,
-        "candidates": [asdict(row) for row in answered.explanation.candidates],
+        "idle_ranks": list(plan.idle_ranks(answered.pool)),
+        "candidates": [
+            {**asdict(row), "idle_ranks": list(answered.pool.idle_ranks(row.strategy))}
+            for row in answered.explanation.candidates
+        ],
         "replicas": [_replica_data(row, is_long=is_long) for row in answered.explanation.replicas],
         "imbalance": answered.explanation.imbalance,
         "costs": answered.origin,
@@ -151,6 +157,29 @@ def _candidate_rows(explanation: Explanation) -> list[list[str]]:
         ]
         for row in explanation.candidates
     ]
+
+
+def _idle_of_strategies(plan: StepPlan, pool: Pool) -> list[str]:
+    """Returns a line on strategies that leave ranks without a replica, where there are any."""
+    idle = [(name, pool.idle_ranks(name)) for name in (candidate.strategy for candidate in plan.candidates)]
+    texts = [f"{ranks_text(ranks)} in {name}" for name, ranks in idle if ranks]
+    return [f"ranks in no replica of a strategy: {'; '.join(texts)}"] if texts else []
+
+
+def _idle_of_plan(plan: StepPlan, pool: Pool) -> list[str]:
+    """Returns a line on ranks that run nothing in this plan, and why, where there are any."""
+    idle, unnamed = plan.idle_ranks(pool), pool.idle_ranks(plan.strategy)
+    if not idle:
+        return []
+    empty = [rank for rank in idle if rank not in unnamed]
+    reasons = [f"{ranks_text(unnamed)} in no replica of {plan.strategy}"] if unnamed else []
+    reasons += [f"{ranks_text(empty)} in replicas without a sequence"] if empty else []
+    return [f"idle ranks: {len(idle)} of {pool.num_ranks}: {', '.join(reasons)}"]
+
+
+def _echo_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(line)
 
 
 def _replica_row(row: ReplicaRow, *, is_alone: bool) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-from hgraph.annotation import replicated
+from hgraph.annotation import ranks_text
 from hgraph.strategy import Pool, Replica, Strategy
 
-__all__ = ["LIMIT_HEADERS", "STRATEGY_HEADERS", "limit_rows", "ranks_text", "strategy_rows"]
+__all__ = ["LIMIT_HEADERS", "STRATEGY_HEADERS", "limit_rows", "strategy_rows"]
 
 STRATEGY_HEADERS = ("strategy", "replicas", "ranks", "idle ranks")
 LIMIT_HEADERS = (*STRATEGY_HEADERS, "tokens per micro-batch")
@@ -18,7 +18,7 @@ def strategy_rows(pool: Pool) -> list[tuple[str, ...]]:
     """Returns one row per strategy, for `STRATEGY_HEADERS`."""
     rows: list[tuple[str, ...]] = []
     for strategy in pool.strategies:
-        idle = tuple(rank for rank in range(pool.num_ranks) if rank not in strategy.ranks)
+        idle = pool.idle_ranks(strategy.name)
         ranks = " | ".join(ranks_text(replica.ranks) for replica in strategy.replicas)
         rows.append((strategy.name, _replicas_text(strategy), ranks, ranks_text(idle) if idle else "-"))
     return rows
@@ -32,11 +32,6 @@ def limit_rows(pool: Pool, max_tokens: Mapping[str, int]) -> list[tuple[str, ...
         limits = [f"{max_tokens[name]:,}" for name in schemes if name in max_tokens]
         rows.append((*row, " | ".join(limits) or "-"))
     return rows
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Returns ranks as annotations write them: `0-3,6`."""
-    return str(replicated(ranks)).partition("[")[0]
 
 
 def _replicas_text(strategy: Strategy) -> str:

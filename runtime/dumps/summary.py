@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import sympy
 from torch import fx
 
-from hgraph.annotation import replicated
+from hgraph.annotation import ranks_text
 from hgraph.capture import Captured
 from passes.insert_comm import is_reshard
 from passes.pipelines import CompiledScheme
@@ -41,7 +41,7 @@ def scheme_summary(compiled: CompiledScheme, captured: Captured, num_ranks: int)
 
 def group_text(ranks: Sequence[int]) -> str:
     """Returns ranks as annotations write them: `0-3,6`."""
-    return str(replicated(ranks)).partition("[")[0]
+    return ranks_text(ranks)
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
