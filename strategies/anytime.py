@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -13,6 +14,7 @@ from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from strategies.ahead import PlannedStep, PlanTimes
 from strategies.options import PlannerOptions
+from strategies.solver import warm_up
 
 if TYPE_CHECKING:
     from strategies.planner import Planner
@@ -39,11 +41,17 @@ class AnytimePlanner:
     """A planner whose every fault is an answer. For one thread."""
 
     def __init__(self, pool: Pool, profile: Profile, options: PlannerOptions | None = None) -> None:
-        from strategies.planner import Planner  # brings the solver along, which takes a second to import
+        from strategies.planner import Planner  # brings numpy along
 
         self.options = options or PlannerOptions()
         self._planner: Planner | HydraulisError
         try:
+    def warm_up(self) -> None:
+        """Loads the solver, if the settings allow a program; a fault of it is left to the step that needs it."""
+        if self.options.program and not isinstance(self._planner, HydraulisError):
+            with contextlib.suppress(Exception):
+                warm_up()
+
             self._planner = Planner(pool, profile, self.options)
         except HydraulisError as error:
             self._planner = error

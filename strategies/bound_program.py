@@ -31,9 +31,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import cvxpy as cp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,10 +40,13 @@ from strategies.bound import BoundProblem, closed_form_ms, least_time_ms
 from strategies.schedule_cuts import long_capacities_ms
 from strategies.solver import solve_with_highs
 
+if TYPE_CHECKING:
+    import cvxpy as cp
+
 __all__ = ["Prices", "program_bound_ms", "refutes"]
 
 Floats: TypeAlias = NDArray[np.float64]
-SolveBound: TypeAlias = Callable[[cp.Problem], None]
+SolveBound: TypeAlias = Callable[["cp.Problem"], None]
 
 NUM_LONG = 12
 NUM_GROUPS = 48
@@ -192,6 +194,8 @@ class _Program:
     """
 
     def __init__(self, num_options: int) -> None:
+        import cvxpy as cp
+
         shape, long_shape = (NUM_GROUPS, num_options), (NUM_LONG, num_options)
         self.work_JO = cp.Parameter(shape, nonneg=True)
         self.halves_JO = cp.Parameter(shape, nonneg=True)
@@ -283,6 +287,8 @@ def _prices(
     problem: BoundProblem, options: tuple[Option, ...], groups: _Groups, time_ms: float, solve_with: SolveBound
 ) -> tuple[float, Prices] | None:
     """Returns the share of the batch that fits into `time_ms` and the prices; None where the solver has no answer."""
+    import cvxpy as cp
+
     program = _program(-(-len(options) // OPTION_STEP) * OPTION_STEP)
     unit_tokens = float(problem.length_K[0])
     _fill(program, problem, options, groups, time_ms, unit_tokens)

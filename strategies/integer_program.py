@@ -35,9 +35,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import cvxpy as cp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,6 +45,9 @@ from strategies.heuristic import Assignment
 from strategies.options import PlannerOptions
 from strategies.packing import Packing
 from strategies.solver import FEASIBLE_POINT, solve_with_highs
+
+if TYPE_CHECKING:
+    import cvxpy as cp
 
 __all__ = [
     "DispatchProgram",
@@ -64,7 +66,7 @@ CLASS_STEP = 16
 CUTOFF_SLACK = 1.0 + 1e-6
 
 Floats: TypeAlias = NDArray[np.float64]
-SolveFunction: TypeAlias = Callable[[cp.Problem, PlannerOptions, float], str]
+SolveFunction: TypeAlias = Callable[["cp.Problem", PlannerOptions, float], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +106,8 @@ def highs(problem: cp.Problem, options: PlannerOptions, target_ms: float) -> str
     Stops as soon as a point of at most `target_ms` is found. HiGHS's own large searches for points are off: they take
     most of its time, and the heuristic's plan is there already. Raises what cvxpy raises.
     """
+    import cvxpy as cp
+
     solve_with_highs(
         problem,
         mip_rel_gap=options.gap / 5,
@@ -226,6 +230,8 @@ def program_for(
 
 def slots_program(kinds: Sequence[ReplicaKind], lengths: Sequence[int], cutoff_ms: float) -> DispatchProgram:
     """Returns the slots program for a finite or infinite `cutoff_ms`."""
+    import cvxpy as cp
+
     classes = _Classes.of(kinds, lengths)
     slots = [num_slots(kind, lengths, cutoff_ms) for kind in kinds]
     column_replica = tuple(replica for replica, count in enumerate(slots) for _ in range(count))
@@ -261,6 +267,8 @@ class _CountsProgram:
     """The counts program of a number of classes and replicas, in parameters: canonicalised once, for any batch."""
 
     def __init__(self, num_classes: int, num_replicas: int) -> None:
+        import cvxpy as cp
+
         shape = (num_classes, num_replicas)
         self.parameters = {
             name: cp.Parameter(size, nonneg=True)

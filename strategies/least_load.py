@@ -5,9 +5,9 @@ kind of resource (ranks, network ports, nodes; sending or receiving) for d_j ele
 
     minimise z
     y_jm >= 0, y_jm = 0 unless m in A_j     `borne`: what member m bears of demand j
-    y_jm <= u_j                             `_within_caps`
-    sum_m y_jm = d_j                        `_met`
-    sum_j y_jm <= z                         `_loads`
+    y_jm <= u_j                             `within_caps`
+    sum_m y_jm = d_j                        `met`
+    sum_j y_jm <= z                         `loads`
 
 **It is a lower bound.** A plan of the kind considered meets every demand by transfers of its own (load_demands proves
 it), so y = what each member bears of them satisfies all rows with z = the plan's greatest load: the optimum cannot be
@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import cvxpy as cp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -164,24 +163,21 @@ class _LoadProgram:
     """The linear program of one part, in units of its greatest demand."""
 
     def __init__(self, part: _Part) -> None:
+        import cvxpy as cp
+
         unit = float(part.amounts.max())
         self.greatest = cp.Variable()
         self.borne = cp.Variable(part.allowed.shape, nonneg=True)
-        self.loads = self._loads()
-        constraints = [self._within_caps(part.allowed, part.caps / unit), self._met(part.amounts / unit), self.loads]
+        self.loads = cp.sum(self.borne, axis=0) <= self.greatest
+        within_caps = self.borne <= part.allowed * (part.caps / unit)[:, None]
+        met = cp.sum(self.borne, axis=1) == part.amounts / unit
+        constraints = [within_caps, met, self.loads]
         self.program = cp.Problem(cp.Minimize(self.greatest), constraints)
-
-    def _within_caps(self, allowed: NDArray[np.bool_], caps: Floats) -> cp.Constraint:
-        return self.borne <= allowed * caps[:, None]
-
-    def _met(self, amounts: Floats) -> cp.Constraint:
-        return cp.sum(self.borne, axis=1) == amounts
-
-    def _loads(self) -> cp.Constraint:
-        return cp.sum(self.borne, axis=0) <= self.greatest
 
     def weights(self) -> tuple[Floats | None, bool]:
         """Returns the duals of the loads, which are the weights of the bound, and whether they are optimal."""
+        import cvxpy as cp
+
         try:
             solve_with_highs(self.program)
         except (cp.error.SolverError, ValueError, ArithmeticError):

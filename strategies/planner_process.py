@@ -137,6 +137,8 @@ def _read_requests(connection: Connection, requests: SimpleQueue[Request]) -> No
         if connection not in wait(watched):
             os._exit(0)
         try:
+            if requests.empty():
+                planner.warm_up()  # while there is nothing to plan; a step that comes first gets its first plan first
             requests.put(connection.recv())
         except (EOFError, OSError):
             os._exit(0)

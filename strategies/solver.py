@@ -1,4 +1,8 @@
-"""The one place that calls HiGHS, through cvxpy: quiet, on one thread, with a fixed seed."""
+"""The one place that calls HiGHS, through cvxpy: quiet, on one thread, with a fixed seed.
+
+Importing cvxpy takes longer than most steps take to plan, and most steps need no program. So it is imported inside the
+functions that build or solve one, here and in the other files with programs; `warm_up` does it ahead of need.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import cvxpy as cp
-import highspy
+if TYPE_CHECKING:
+    import cvxpy as cp
 
-__all__ = ["FEASIBLE_POINT", "solve_with_highs"]
+__all__ = ["FEASIBLE_POINT", "solve_with_highs", "warm_up"]
 
 # `HighsSolutionStatus::kSolutionStatusFeasible`: the point that a limit left behind satisfies the constraints.
 FEASIBLE_POINT = 2
@@ -22,11 +27,22 @@ def solve_with_highs(problem: cp.Problem, **highs_options: object) -> None:
 
     `problem.status` is for the caller to check. cvxpy's warning about inexact answers is dropped for that reason.
     """
+    import cvxpy as cp
+    import highspy
+
     with _no_standard_output():
         highspy.Highs()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         problem.solve(solver=cp.HIGHS, warm_start=False, threads=1, random_seed=0, **highs_options)
+
+
+def warm_up() -> None:
+    """Imports cvxpy and solves a program of one variable, so that the first real one does not wait for all that."""
+    import cvxpy as cp
+
+    number = cp.Variable(integer=True)
+    solve_with_highs(cp.Problem(cp.Minimize(number), [number >= 1]))
 
 
 @contextmanager

@@ -67,6 +67,30 @@ def test_what_a_run_is_asked_with_is_read_without_torch(tmp_path: Path) -> None:
     assert not {"torch", "cvxpy"} & set(run.stdout.split()), run.stderr
 
 
+def test_the_solver_is_imported_where_a_program_is_built_and_not_before(tmp_path: Path) -> None:
+    program = """
+import sys
+import strategies.explain, strategies.least_load, strategies.one_more, strategies.propose, strategies.service
+from strategies.planner import Planner
+from tests.planner_reference import batch, laptop
+from strategies.options import PlannerOptions
+
+lengths = batch(5, 3_000, 1_000)
+plan = Planner(*laptop(), PlannerOptions(program=False)).plan(lengths)
+assert plan.gap > 0 and not {"cvxpy", "highspy"} & set(sys.modules)
+sys.modules["cvxpy"] = None  # as where it is not installed
+from strategies.anytime import AnytimePlanner
+planner = AnytimePlanner(*laptop(), PlannerOptions(gap=0.0))
+planner.warm_up()
+*_, last = planner.answers(lengths, 3)
+print(last.plan.solver)
+assert last.plan.replicas == plan.replicas
+"""
+    run = python(program, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("heuristic (solver: ModuleNotFoundError: ") and "cvxpy" in run.stdout
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match="module 'hgraph' has no attribute 'compil'; it has AdamW, Annotation, "):
         hgraph.compil  # noqa: B018
