@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from hgraph.strategy import Pool
 
-__all__ = ["Candidate", "ReplicaPlan", "SequencedPlan", "StepPlan"]
+__all__ = ["Candidate", "ReplicaPlan", "SequencedPlan", "SolverRuns", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,39 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class SolverRuns:
+    """How often a solver ran for a plan, and what for: `bound` programs of the bound, `integer` programs of the plan.
+
+    `bound_gain_ms`: by how much the former raised the pool's bound. `integer_gain_ms`: how much faster the plan is for
+    the latter.
+    """
+
+    bound: int = 0
+    integer: int = 0
+    bound_gain_ms: float = 0.0
+    integer_gain_ms: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether a solver ran at all."""
+        return self.bound + self.integer > 0
+
+    def __add__(self, other: SolverRuns) -> SolverRuns:
+        return SolverRuns(
+            self.bound + other.bound,
+            self.integer + other.integer,
+            self.bound_gain_ms + other.bound_gain_ms,
+            self.integer_gain_ms + other.integer_gain_ms,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The plan of one step.
 
     `predicted_ms` is the time of the slowest replica (simulated schedule) plus the bridges of the strategy; `bound_ms`
     the smallest lower bound among the pool's strategies; `gap` = predicted_ms / bound_ms - 1. `flow_ms` is another
     time of the same plan: of each replica the sum over its micro-batches plus (pp - 1) times its largest, the slowest
-    replica, without the bridges.
+    replica, without the bridges. `runs`: what solvers did for it.
     """
 
     step: int
@@ -60,6 +86,7 @@ class StepPlan:
     candidates: tuple[Candidate, ...] = ()
     plan_ms: float = 0.0
     flow_ms: float = 0.0
+    runs: SolverRuns = SolverRuns()
 
     @property
     def parts(self) -> tuple[StepPlan, ...]:
@@ -103,6 +130,7 @@ class StepPlan:
             for replica in data["replicas"]
         )
         data["candidates"] = tuple(Candidate(**candidate) for candidate in data["candidates"])
+        data["runs"] = SolverRuns(**data.get("runs", {}))
         return StepPlan(**data)
 
 

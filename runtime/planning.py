@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hgraph.data.batches import GlobalBatch
 from hgraph.errors import HydraulisError, InvalidInput, PlanError
-from hgraph.plan import SequencedPlan, StepPlan
+from hgraph.plan import SequencedPlan, SolverRuns, StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cluster import Cluster
@@ -170,7 +170,7 @@ def sum_of(times: Sequence[PlanTimes]) -> PlanTimes:
         latency_ms=sum(own.latency_ms for own in times),
         total_ms=sum(own.total_ms for own in times),
         first_predicted_ms=sum(own.first_predicted_ms for own in times),
-        ran_solver=any(own.ran_solver for own in times),
+        runs=sum((own.runs for own in times), SolverRuns()),
     )
 
 

@@ -62,23 +62,47 @@ def _planned(steps: Sequence[StepOutput]) -> list[Row]:
     latency = f"{statistics.median(latencies_ms):.0f} ms median, 95th percentile {percentile(latencies_ms, 95):.0f} ms"
     return [
         ("first checked plan after", latency),
-        ("solver", _solver(steps)),
+        *_solver(steps),
         ("waited for plans", _waits(steps)),
     ]
 
 
-def _solver(steps: Sequence[StepOutput]) -> str:
-    runs = [(step, step.plan_times) for step in steps if step.plan_times is not None and step.plan_times.ran_solver]
-    if not runs:
-        return f"ran in none of {len(steps)} steps"
-    better = [step.solver_gain for step, _ in runs if step.solver_gain > 0]
+def _solver(steps: Sequence[StepOutput]) -> list[Row]:
+    """Returns the rows on solver runs, by what they were for."""
+    ran = [step for step in steps if step.solver_runs]
+    if not ran:
+        return [("solver", f"ran in none of {len(steps)} steps")]
+    times_ms = [step.plan_times.total_ms for step in ran if step.plan_times is not None]
+    return [
+        ("solver", f"ran in {len(ran)} of {len(steps)} steps, {statistics.median(times_ms):.0f} ms median"),
+        ("program of the bound", _bound_programs(steps)),
+        ("integer program of the plan", _integer_programs(steps)),
+    ]
+
+
+def _bound_programs(steps: Sequence[StepOutput]) -> str:
+    gains = [step.bound_gain for step in steps if step.bound_gain > 0]
+    raised = f"raised the bound in {len(gains)}, by {statistics.median(gains or [0.0]):.2%} median there"
+    return _if_any([step.solver_runs.bound for step in steps], raised)
+
+
+def _integer_programs(steps: Sequence[StepOutput]) -> str:
+    gains = [step.solver_gain for step in steps if step.solver_gain > 0]
     first_ms = sum(step.plan_times.first_predicted_ms for step in steps if step.plan_times is not None)
-    saved_ms = sum(times.first_predicted_ms * step.solver_gain for step, times in runs)
-    return (
-        f"ran in {len(runs)} of {len(steps)} steps, {statistics.median(times.total_ms for _, times in runs):.0f} ms "
-        f"median; found a better plan in {len(better)}, which saves {statistics.median(better or [0.0]):.2%} median "
-        f"there, {saved_ms / first_ms if first_ms > 0 else 0.0:.2%} of all predicted time"
-    )
+    saved = sum(step.solver_runs.integer_gain_ms for step in steps) / first_ms if first_ms > 0 else 0.0
+    found = f"found a better plan in {len(gains)}, which saves {statistics.median(gains or [0.0]):.2%} median there"
+    return _if_any([step.solver_runs.integer for step in steps], f"{found}, {saved:.2%} of all predicted time")
+
+
+def _if_any(counts: Sequence[int], what: str) -> str:
+    """Returns how often a program ran and what came of it, given its runs in every step."""
+    if not sum(counts):
+        return "never ran"
+    return f"{_count(sum(counts), 'run')} in {_count(sum(map(bool, counts)), 'step')}; {what}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _waits(steps: Sequence[StepOutput]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hgraph.plan import SequencedPlan, StepPlan
+from hgraph.plan import SequencedPlan, SolverRuns, StepPlan
 from strategies.ahead import PlanTimes
 
 __all__ = ["StepOutput"]
@@ -40,10 +40,20 @@ class StepOutput:
         return self.plan_times.waited_ms if self.plan_times is not None else 0.0
 
     @property
+    def solver_runs(self) -> SolverRuns:
+        """What solvers did for the plan; nothing for a plan that was given."""
+        return self.plan_times.runs if self.plan_times is not None else SolverRuns()
+
+    @property
+    def bound_gain(self) -> float:
+        """By how much programs of the bound raised it, as part of the bound."""
+        return self.solver_runs.bound_gain_ms / self.plan.bound_ms if self.plan.bound_ms > 0 else 0.0
+
+    @property
     def solver_gain(self) -> float:
-        """What the solver saved of this step, as part of what the first plan predicts."""
+        """What integer programs saved of this step, as part of what the first plan predicts."""
         first_ms = self.plan_times.first_predicted_ms if self.plan_times is not None else 0.0
-        return 1.0 - self.plan.predicted_ms / first_ms if first_ms > 0 else 0.0
+        return self.solver_runs.integer_gain_ms / first_ms if first_ms > 0 else 0.0
 
     @property
     def replicas_used(self) -> int:

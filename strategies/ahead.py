@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hgraph.errors import InvalidInput
-from hgraph.plan import StepPlan
+from hgraph.plan import SolverRuns, StepPlan
 
 __all__ = ["PlanAhead", "PlanTimes", "PlannedStep", "Wait"]
 
@@ -42,15 +42,15 @@ class PlanTimes:
     """How a plan came about.
 
     `waited_ms`: how long its step waited for it. `latency_ms`: work until there was a first checked plan, and
-    `total_ms` until there was the one that is used. `first_predicted_ms`: what the first one predicts. `ran_solver`:
-    whether a solver looked for a better one.
+    `total_ms` until there was the one that is used. `first_predicted_ms`: what the first one predicts. `runs`: what
+    solvers did for it.
     """
 
     waited_ms: float = 0.0
     latency_ms: float = 0.0
     total_ms: float = 0.0
     first_predicted_ms: float = 0.0
-    ran_solver: bool = False
+    runs: SolverRuns = SolverRuns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,6 @@ class PlannedStep:
 
     @property
     def gain(self) -> float:
-        """What the solver saved, as part of the first plan's predicted time."""
+        """What is saved over the first plan, as part of its predicted time."""
         first_ms = self.times.first_predicted_ms
         return 1.0 - self.plan.predicted_ms / first_ms if first_ms > 0 else 0.0

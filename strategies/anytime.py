@@ -24,17 +24,13 @@ __all__ = ["Answer", "AnytimePlanner", "planned_step"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A checked plan of `step`, or the error that planning raised, after `ms` of work; the last one of a step is final.
-
-    `ran_solver` says whether a solver looked for a better plan than the first.
-    """
+    """A checked plan of `step`, or the error that planning raised, after `ms` of work; a step's last one is final."""
 
     step: int
     plan: StepPlan | None
     error: HydraulisError | None
     ms: float
     is_last: bool
-    ran_solver: bool = False
 
 
 class AnytimePlanner:
@@ -46,15 +42,15 @@ class AnytimePlanner:
         self.options = options or PlannerOptions()
         self._planner: Planner | HydraulisError
         try:
+            self._planner = Planner(pool, profile, self.options)
+        except HydraulisError as error:
+            self._planner = error
+
     def warm_up(self) -> None:
         """Loads the solver, if the settings allow a program; a fault of it is left to the step that needs it."""
         if self.options.program and not isinstance(self._planner, HydraulisError):
             with contextlib.suppress(Exception):
                 warm_up()
-
-            self._planner = Planner(pool, profile, self.options)
-        except HydraulisError as error:
-            self._planner = error
 
     def answers(self, lengths: Sequence[int], step: int) -> Iterator[Answer]:
         """Yields the first checked plan of a batch, better ones where the solver finds them, and the final one last.
@@ -77,10 +73,10 @@ class AnytimePlanner:
             return
         try:
             for best in plans:
-                yield _answer(best, start_s, is_last=False, ran_solver=True)
+                yield _answer(best, start_s, is_last=False)
         except Exception as error:
             best = replace(best, solver=f"{best.solver} (solver: {type(error).__name__}: {error})")
-        yield _answer(best, start_s, is_last=True, ran_solver=True)
+        yield _answer(best, start_s, is_last=True)
 
 
 def planned_step(first: Answer, used: Answer, waited_ms: float = 0.0) -> PlannedStep:
@@ -88,13 +84,13 @@ def planned_step(first: Answer, used: Answer, waited_ms: float = 0.0) -> Planned
     if used.error is not None:
         raise used.error
     assert used.plan is not None and first.plan is not None
-    times = PlanTimes(waited_ms, first.ms, used.ms, first.plan.predicted_ms, used.ran_solver)
+    times = PlanTimes(waited_ms, first.ms, used.ms, first.plan.predicted_ms, used.plan.runs)
     return PlannedStep(used.plan, times)
 
 
 def _answer(plan: StepPlan, start_s: float, *, is_last: bool, ran_solver: bool = False) -> Answer:
     ms = _ms_since(start_s)
-    return Answer(plan.step, replace(plan, plan_ms=ms), None, ms, is_last, ran_solver)
+    return Answer(plan.step, replace(plan, plan_ms=ms), None, ms, is_last)
 
 
 def _as_ours(error: Exception, step: int) -> HydraulisError:

@@ -61,9 +61,10 @@ class Planner:
     def plans(self, lengths: Sequence[int], step: int = 0) -> Iterator[StepPlan]:
         """Yields checked plans of `step` for a batch of `lengths` [tokens], each at least as good as the one before.
 
-        The first comes before any solver runs; each later one is faster or has a sharper bound, and work is done only
-        when it is asked for. `plan_ms` is left at 0 for the caller to fill in. An empty batch has one plan, in which
-        all replicas are idle. Raises InvalidInput for a length below 1 and for a sequence that no strategy can hold.
+        The first comes before any solver runs; each later one is faster, has a sharper bound, or says that a solver ran
+        in vain (`StepPlan.runs`), and work is done only when it is asked for. `plan_ms` is left at 0 for the caller to
+        fill in. An empty batch has one plan, in which all replicas are idle. Raises InvalidInput for a length below 1
+        and for a sequence that no strategy can hold.
         """
         own_lengths = _checked(lengths)
         if not own_lengths:

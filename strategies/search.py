@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hgraph.check_plan import check_replica_plans
 from hgraph.errors import PlanError
-from hgraph.plan import ReplicaPlan
+from hgraph.plan import ReplicaPlan, SolverRuns
 from hgraph.profile import Profile
 from hgraph.strategy import Strategy
 from strategies.bound import BoundProblem, bound_problem, closed_form_ms, least_time_ms
@@ -25,6 +26,10 @@ from strategies.heuristic import (
 from strategies.integer_program import ProgramAnswer, SolveFunction, program_for, solve
 from strategies.options import PlannerOptions
 from strategies.packing import Packer, ordered
+from strategies.solver import solve_with_highs
+
+if TYPE_CHECKING:
+    import cvxpy as cp
 
 __all__ = ["EQUAL", "Planned", "Search", "plan_strategy", "replica_plans"]
 
@@ -86,7 +91,7 @@ class Search:
     """Planning of one step: `planned` are the strategies that can hold the batch, in the pool's order.
 
     Plans of more flow time than `flow_limit_ms` are not taken. It is set once, by the heuristics, so that the best plan
-    never gets slower.
+    never gets slower. `runs` counts what solvers were asked, and what came of it.
     """
 
     lengths: tuple[int, ...]
@@ -95,6 +100,7 @@ class Search:
     planned: list[Planned]
     packer: Packer
     flow_limit_ms: float = float("inf")
+    runs: SolverRuns = field(default_factory=SolverRuns)
 
     @property
     def best(self) -> Planned:
@@ -151,14 +157,20 @@ class Search:
 
         A bound as high as the best plan is enough.
         """
+        before_ms = self.bound_ms
         while not self.is_good_enough:
             lowest = min(self.planned, key=lambda one: one.step_bound_ms)
             if lowest.is_sharp:
-                return
+                break
             enough_ms = self.best.step_ms - lowest.bridge_ms
-            sharp_ms = max(lowest.bound_ms, program_bound_ms(lowest.problem, enough_ms))
+            sharp_ms = max(lowest.bound_ms, program_bound_ms(lowest.problem, enough_ms, self._solve_bound))
             lowest.bound_ms = sharp_ms if lowest.assignment is None else min(sharp_ms, lowest.assignment.ms)
             lowest.is_sharp = True
+        self.runs += SolverRuns(bound_gain_ms=self.bound_ms - before_ms)
+
+    def _solve_bound(self, problem: cp.Problem) -> None:
+        self.runs += SolverRuns(bound=1)
+        solve_with_highs(problem)
 
     def improvements(self, solve_with: SolveFunction) -> Iterator[None]:
         """Yields after each thing done for a smaller gap, until it is closed or nothing is left to do.
@@ -177,8 +189,9 @@ class Search:
         runs = 0
         for one in self._alive():
             while runs < self.options.max_programs and one in self._alive(self.options.reach):
-                runs, before_ms = runs + 1, one.step_ms
-                self._improve(one, self.best.step_ms, solve_with)
+                runs, before_ms, best_ms = runs + 1, one.step_ms, self.best.step_ms
+                self._improve(one, best_ms, solve_with)
+                self.runs += SolverRuns(integer_gain_ms=best_ms - self.best.step_ms)
                 yield
                 if one.step_ms > before_ms * (1.0 - self.options.gap * WORTHWHILE):
                     break
@@ -211,6 +224,7 @@ class Search:
         if len(one.kinds) == len(self.lengths) == 1:
             return
         program = program_for(one.kinds, self.lengths, one.assignment, best_ms - one.bridge_ms)
+        self.runs += SolverRuns(integer=1)
         answer = solve(program, self.options, one.bound_ms * (1.0 + self.options.gap / 2), solve_with)
         if answer.groups is None:
             one.fell_back = answer.status

@@ -34,6 +34,7 @@ def step_plan(
         solver=_solver_text(best, search.planned),
         candidates=_candidates(search, order[0], strategies, kinds),
         flow_ms=best.assignment.flow_ms,
+        runs=search.runs,
     )
 
 

@@ -36,6 +36,7 @@ KEYS = [
     "bound_ms",
     "gap",
     "solver",
+    "runs",
     "idle_ranks",
     "latency_ms",
     "total_ms",
@@ -108,6 +109,7 @@ def test_without_the_solver_the_first_plan_is_taken() -> None:
     for one, lengths in zip(data, BATCHES, strict=True):
         check(one, lengths)
         assert one["solver"] in ("heuristic", "none: an empty batch") and one["latency_ms"] <= one["total_ms"]
+        assert one["runs"] == {"bound": 0, "integer": 0, "bound_gain_ms": 0.0, "integer_gain_ms": 0.0}
 
 
 def test_one_strategy_for_all_batches() -> None:
@@ -121,7 +123,11 @@ def test_a_table_of_many_batches() -> None:
     assert re.search(r"│ +1 │ +1 │ +300 │ +300 │ large +│", text)
     assert re.search(r"mean simulated [\d.]+ ms; gap [\d.]+% median, [\d.]+% at most; first checked plan after", text)
     assert re.search(r"\d of 5 plans leave ranks idle, 4 of 4 at most", text)
-    assert re.search(r"the solver ran for \d of 5, found a better plan for \d, and saved [\d.]+% of all", text)
+    assert re.search(
+        r"the program of the bound ran \d+ times for \d of 5 and raised the bounds by [\d.]+%; the integer program ran "
+        r"\d+ times for \d, found a better plan for \d, and saved [\d.]+% of all predicted time",
+        text,
+    )
 
 
 def test_a_published_profile_by_name() -> None:

@@ -85,7 +85,11 @@ def test_plans_come_back_by_step_and_equal_those_made_here(service: PlanService)
         assert untimed(planned.plan) == best
         times = planned.times
         assert 0 < times.latency_ms <= times.total_ms == planned.plan.plan_ms and times.waited_ms >= 0
-        assert times.ran_solver == (first.gap > 0) and times.first_predicted_ms == first.predicted_ms
+        assert (
+            times.runs == best.runs
+            and bool(times.runs) == (first.gap > 0)
+            and times.first_predicted_ms == first.predicted_ms
+        )
         assert planned.gain == pytest.approx(1 - best.predicted_ms / first.predicted_ms)
     assert service.num_ahead == 0
 
@@ -220,7 +224,7 @@ def test_a_step_that_does_not_wait_takes_its_first_plan_and_says_so() -> None:
     with PlanService(POOL, PROFILE, OPTIONS, PlanAhead(2, wait="first")) as service:
         service.submit(1, lengths)
         planned = service.result(1)  # long before the process has started
-        assert planned.plan.solver == "heuristic (not waited for a better plan)" and not planned.times.ran_solver
+        assert planned.plan.solver == "heuristic (not waited for a better plan)" and not planned.times.runs
         assert replace(untimed(planned.plan), solver="heuristic") == first
         service.submit(2, lengths)
         task = service._pending[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hgraph.plan import ReplicaPlan, StepPlan
+from hgraph.plan import ReplicaPlan, SolverRuns, StepPlan
 from runtime.planning_figures import measured_over_predicted, percentile, planning_figures
 from runtime.recorder import metrics_of, step_line
 from runtime.step_output import StepOutput
@@ -38,8 +38,8 @@ def step(number: int, predicted_ms: float, measured_ms: float, times: PlanTimes 
 
 STEPS = [
     step(1, 100.0, 150.0, PlanTimes(80.0, 4.0, 4.0, 100.0), 0.00),
-    step(2, 100.0, 110.0, PlanTimes(0.2, 2.0, 30.0, 125.0, ran_solver=True), 0.01),
-    step(3, 200.0, 180.0, PlanTimes(7.0, 6.0, 50.0, 200.0, ran_solver=True), 0.05),
+    step(2, 100.0, 110.0, PlanTimes(0.2, 2.0, 30.0, 125.0, SolverRuns(2, 1, 5.0, 25.0)), 0.01),
+    step(3, 200.0, 180.0, PlanTimes(7.0, 6.0, 50.0, 200.0, SolverRuns(bound=3)), 0.05),
 ]
 
 
@@ -50,16 +50,24 @@ def test_figures_of_planned_steps() -> None:
         "error of predicted time, median": "10%, half of them 10% to 30%",
         "gap to the bound, median": "1.0%, 95th percentile 4.6%",
         "first checked plan after": "4 ms median, 95th percentile 6 ms",
-        "solver": "ran in 2 of 3 steps, 40 ms median; found a better plan in 1, which saves 20.00% median there, 5.88% "
-        "of all predicted time",
+        "solver": "ran in 2 of 3 steps, 40 ms median",
+        "program of the bound": "5 runs in 2 steps; raised the bound in 1, by 5.00% median there",
+        "integer program of the plan": "1 run in 1 step; found a better plan in 1, which saves 20.00% median there, "
+        "5.88% of all predicted time",
         "waited for plans": "87 ms in all; above 1 ms in 2 of 3 steps, longest 80 ms (step 1)",
     }
 
 
 def test_figures_without_solver_or_waits() -> None:
     figures = dict(planning_figures([step(1, 100.0, 100.0, PlanTimes(0.0, 1.0, 1.0, 100.0))]))
-    assert figures["solver"] == "ran in none of 1 steps"
+    assert figures["solver"] == "ran in none of 1 steps" and "program of the bound" not in figures
     assert figures["waited for plans"] == "0 ms in all; above 1 ms in 0 of 1 steps"
+
+
+def test_figures_where_only_the_bound_was_sharpened() -> None:
+    figures = dict(planning_figures(STEPS[2:]))
+    assert figures["program of the bound"] == "3 runs in 1 step; raised the bound in 0, by 0.00% median there"
+    assert figures["integer program of the plan"] == "never ran"
 
 
 def test_figures_of_replayed_steps() -> None:

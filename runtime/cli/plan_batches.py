@@ -6,13 +6,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 from tqdm import tqdm
 
-from hgraph.plan import StepPlan
+from hgraph.plan import SolverRuns, StepPlan
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cli.options import out, print_json, table
@@ -47,7 +47,6 @@ class PlannedBatch:
     first_predicted_ms: float
     latency_ms: float
     total_ms: float
-    ran_solver: bool
 
 
 def plan_batches(pool: Pool, profile: Profile, options: PlannerOptions, path: str, *, as_json: bool) -> None:
@@ -88,7 +87,7 @@ def _planned(
         if last.error is not None:
             raise last.error
         assert first.plan is not None and last.plan is not None
-        yield PlannedBatch(lengths, last.plan, first.plan.predicted_ms, latency_ms, total_ms, last.ran_solver)
+        yield PlannedBatch(lengths, last.plan, first.plan.predicted_ms, latency_ms, total_ms)
 
 
 def _as_data(one: PlannedBatch, pool: Pool) -> dict[str, Any]:
@@ -100,6 +99,7 @@ def _as_data(one: PlannedBatch, pool: Pool) -> dict[str, Any]:
         "bound_ms": plan.bound_ms,
         "gap": plan.gap,
         "solver": plan.solver,
+        "runs": asdict(plan.runs),
         "idle_ranks": list(plan.idle_ranks(pool)),
         "latency_ms": one.latency_ms,
         "total_ms": one.total_ms,
@@ -151,14 +151,23 @@ def _idle(planned: Sequence[PlannedBatch], pool: Pool) -> str:
 def _summary(planned: Sequence[PlannedBatch]) -> str:
     latencies_ms = [one.latency_ms for one in planned]
     gaps = [one.plan.gap for one in planned]
-    runs = [one for one in planned if one.ran_solver]
-    better = [one for one in runs if one.plan.predicted_ms < one.first_predicted_ms]
-    saved_ms = sum(one.first_predicted_ms - one.plan.predicted_ms for one in better)
-    whole_ms = sum(one.first_predicted_ms for one in planned)
     return (
         f"mean simulated {ms_text(statistics.fmean(one.plan.predicted_ms for one in planned))} ms; "
         f"gap {statistics.median(gaps):.2%} median, {max(gaps):.2%} at most; first checked plan after a median "
         f"{ms_text(statistics.median(latencies_ms))} ms of processor time, {ms_text(max(latencies_ms))} at most; "
-        f"the solver ran for {len(runs)} of {len(planned)}, found a better plan for {len(better)}, and saved "
-        f"{saved_ms / whole_ms if whole_ms > 0 else 0.0:.2%} of all predicted time"
+        f"{_runs_text(planned)}"
+    )
+
+
+def _runs_text(planned: Sequence[PlannedBatch]) -> str:
+    """Returns how often each program ran, and what it gained over all batches."""
+    runs = sum((one.plan.runs for one in planned), SolverRuns())
+    bounds_ms, whole_ms = sum(one.plan.bound_ms for one in planned), sum(one.first_predicted_ms for one in planned)
+    better = [one for one in planned if one.plan.runs.integer_gain_ms > 0]
+    return (
+        f"the program of the bound ran {runs.bound} times for {sum(one.plan.runs.bound > 0 for one in planned)} of "
+        f"{len(planned)} and raised the bounds by {runs.bound_gain_ms / bounds_ms if bounds_ms > 0 else 0.0:.2%}; the "
+        f"integer program ran {runs.integer} times for {sum(one.plan.runs.integer > 0 for one in planned)}, found a "
+        f"better plan for {len(better)}, and saved {runs.integer_gain_ms / whole_ms if whole_ms > 0 else 0.0:.2%} of "
+        "all predicted time"
     )

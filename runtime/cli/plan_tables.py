@@ -76,6 +76,7 @@ def print_plan(answered: Answered) -> None:
         f"gap {plan.gap:.1%}; slowest replica over mean {explanation.imbalance:.2f}; "
         f"planned by {plan.solver} in {plan.plan_ms:.0f} ms"
     )
+    _echo_lines(_runs(plan))
     if answered.deciding is not None:
         click.echo(_deciding_text(answered.deciding, answered))
 
@@ -175,6 +176,19 @@ def _idle_of_plan(plan: StepPlan, pool: Pool) -> list[str]:
     reasons = [f"{ranks_text(unnamed)} in no replica of {plan.strategy}"] if unnamed else []
     reasons += [f"{ranks_text(empty)} in replicas without a sequence"] if empty else []
     return [f"idle ranks: {len(idle)} of {pool.num_ranks}: {', '.join(reasons)}"]
+
+
+def _runs(plan: StepPlan) -> list[str]:
+    """Returns a line on solver runs, by what they were for, where there were any."""
+    runs = plan.runs
+    if not runs:
+        return []
+    saved = runs.integer_gain_ms / (plan.predicted_ms + runs.integer_gain_ms) if runs.integer_gain_ms > 0 else 0.0
+    raised = runs.bound_gain_ms / plan.bound_ms if runs.bound_gain_ms > 0 else 0.0
+    return [
+        f"solver: the program of the bound ran {runs.bound} times and raised the bound by {raised:.2%}; the integer "
+        f"program of the plan ran {runs.integer} times and saved {saved:.2%}"
+    ]
 
 
 def _echo_lines(lines: Sequence[str]) -> None:
