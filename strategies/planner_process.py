@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ __all__ = ["PlannerProcess", "ProcessEnded", "serve"]
 
 Setup: TypeAlias = tuple[Pool, Profile, PlannerOptions]
 Request: TypeAlias = tuple[int, tuple[int, ...]]
+UNWANTED = "unwanted"
+"""Sent instead of a request: nobody waits for the step at work any more."""
 START_CODE = "import sys; from strategies.planner_process import serve; serve(int(sys.argv[1]))"
 READY = "ready"
 EXIT_TIMEOUT_S = 5.0
@@ -37,7 +40,9 @@ class ProcessEnded(Exception):
 
 
 class PlannerProcess:
-    """Plans steps in a process of its own, one at a time. `kill` may be called by any thread, the rest by one.
+    """Plans steps in a process of its own, one at a time. `kill` may be called by any thread.
+
+    Of the rest, `ask` and `leave` are never called at the same time, and everything else is for one thread.
 
     `setup` is a pickled `Setup`. Raises OSError where the system starts no process.
     """
@@ -56,12 +61,20 @@ class PlannerProcess:
     def process_id(self) -> int:
         return self._process.pid
 
-    def ask(self, step: int, lengths: tuple[int, ...]) -> Iterator[Answer]:
-        """Yields the answers for a batch as they come, to the last one; raises `ProcessEnded`."""
+    def ask(self, step: int, lengths: tuple[int, ...]) -> None:
+        """Asks for the plan of a batch; what was asked before has been answered to the end. Raises `ProcessEnded`."""
         try:
             self._connection.send((step, lengths))
         except OSError:
             raise ProcessEnded(self._how_it_ended()) from None
+
+    def leave(self) -> None:
+        """Lets the process stop work on what it was asked: the answer it is at becomes the last one."""
+        with contextlib.suppress(OSError):  # it has ended, which whoever reads its answers is told
+            self._connection.send(UNWANTED)
+
+    def answers(self) -> Iterator[Answer]:
+        """Yields the answers to what was asked as they come, to the last one; raises `ProcessEnded`."""
         is_last = False
         while not is_last:
             answer: Answer = self._receive()
@@ -69,7 +82,7 @@ class PlannerProcess:
             yield answer
 
     def kill(self) -> None:
-        """Ends the process at once: it keeps nothing that could be lost. Who waits in `ask` gets `ProcessEnded`."""
+        """Ends the process at once: it keeps nothing that could be lost. Who waits for answers gets `ProcessEnded`."""
         self._process.kill()
 
     def close(self) -> None:
@@ -114,34 +127,50 @@ def serve(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(handle)
     requests: SimpleQueue[Request] = SimpleQueue()
+    wanted = threading.Event()
     try:
         pool, profile, options = connection.recv()
     except (EOFError, OSError):
         return
-    threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(connection, requests, wanted), daemon=True).start()
     planner = AnytimePlanner(pool, profile, options)
     try:
         connection.send(READY)
         while True:
+            if requests.empty():
+                planner.warm_up()  # while there is nothing to plan; a step that comes first gets its first plan first
             step, lengths = requests.get()
-            for answer in planner.answers(lengths, step):
+            for answer in while_wanted(planner.answers(lengths, step), wanted.is_set):
                 connection.send(answer)
     except OSError:  # the other end has closed: nobody waits for the answer
         return
 
 
-def _read_requests(connection: Connection, requests: SimpleQueue[Request]) -> None:
+def while_wanted(answers: Iterator[Answer], is_wanted: Callable[[], bool]) -> Iterator[Answer]:
+    """Yields answers to the last one, or to the first that nobody waits for any more, which is then the last."""
+    for answer in answers:
+        if is_wanted() or answer.is_last:
+            yield answer
+            continue
+        yield replace(answer, is_last=True)
+        return
+
+
+def _read_requests(connection: Connection, requests: SimpleQueue[Request], wanted: threading.Event) -> None:
     """Queues requests as they come, also while the solver is at work; ends the process with its parent."""
     watched: list[Connection | int] = [connection, *_parent_handle()]
     while True:
         if connection not in wait(watched):
             os._exit(0)
         try:
-            if requests.empty():
-                planner.warm_up()  # while there is nothing to plan; a step that comes first gets its first plan first
-            requests.put(connection.recv())
+            message = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
+        if message == UNWANTED:
+            wanted.clear()
+        else:
+            wanted.set()  # of one step at a time: whatever was not wanted before has been answered
+            requests.put(message)
 
 
 def _parent_handle() -> list[int]:

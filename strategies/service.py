@@ -42,7 +42,10 @@ JOIN_TIMEOUT_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A submitted step: its answers as they come (the first, the best so far, the last), and the process at work."""
+    """A submitted step: its answers as they come (the first, the best so far, the last), and the process at work.
+
+    `is_wanted`: it has not been taken or dropped; nobody works on one that has.
+    """
 
     step: int
     lengths: tuple[int, ...]
@@ -50,6 +53,7 @@ class _Task:
     best: Answer | None = None
     last: Answer | None = None
     process: PlannerProcess | None = None
+    is_wanted: bool = True
 
 
 class PlanService:
@@ -114,11 +118,14 @@ class PlanService:
             self._changed.notify_all()
 
     def drop(self, step: int) -> None:
-        """Forgets a submitted step without waiting for its plan."""
+        """Forgets a submitted step without waiting for its plan; a process at work on it stops at its next answer."""
         with self._changed:
             task = self._pending.pop(step)
+            task.is_wanted = False
             if task in self._queue:
                 self._queue.remove(task)
+            if task.process is not None and task.last is None:
+                task.process.leave()
 
     def result(self, step: int, timeout_s: float = 300.0) -> PlannedStep:
         """Returns the plan of a submitted step, waiting for it as `ahead.wait` says; raises what planning raised.
@@ -254,7 +261,7 @@ class PlanService:
         """Has a step planned; returns how many processes have ended in a row without a plan."""
         how = "too many have ended before"
         for _ in range(ATTEMPTS):
-            if self._is_closed or task.last is not None or failures >= MAX_FAILURES:
+            if self._is_closed or self._is_done(task) or failures >= MAX_FAILURES:
                 break
             try:
                 self._ask(self._processes[number], task)
@@ -265,20 +272,27 @@ class PlanService:
             with self._changed:
                 self._num_ready -= 1
             failures = self._start_process(number, failures)
-        if not self._is_closed and task.last is None:
+        if not self._is_closed and not self._is_done(task):
             best = task.best or self._plan_here(task)
             self._answer(task, best if best.error is not None else _settled(best, f"planner process: {how}"))
         return failures
 
     def _ask(self, process: PlannerProcess, task: _Task) -> None:
-        with self._changed:
+        with self._changed:  # so that `drop` leaves what was asked, not what is about to be
+            if self._is_done(task):
+                return
+            process.ask(task.step, task.lengths)
             task.process = process
         try:
-            for answer in process.ask(task.step, task.lengths):
+            for answer in process.answers():
                 self._answer(task, answer)
         finally:
             with self._changed:
                 task.process = None
+
+    @staticmethod
+    def _is_done(task: _Task) -> bool:
+        return task.last is not None or not task.is_wanted
 
     def _answer(self, task: _Task, answer: Answer) -> None:
         with self._changed:

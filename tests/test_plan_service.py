@@ -18,6 +18,7 @@ from hgraph.check_plan import check_plan
 from hgraph.errors import InvalidInput, PlanError
 from hgraph.plan import StepPlan
 from strategies.ahead import PlanAhead, PlannedStep
+from strategies.anytime import AnytimePlanner
 from strategies.options import PlannerOptions
 from strategies.select import plan_step
 from strategies.service import PlanService
@@ -233,8 +234,35 @@ def test_a_step_that_does_not_wait_takes_its_first_plan_and_says_so() -> None:
         assert untimed(service.result(2).plan) == plan_step(POOL, PROFILE, lengths, step=2, options=OPTIONS)
 
 
+def test_no_process_works_on_a_step_that_was_taken() -> None:
+    """The process is stopped until the step has been taken, so it cannot be done before."""
+    lengths = batches_of([1])[1]
+    answers = list(AnytimePlanner(POOL, PROFILE, OPTIONS).answers(lengths, 1))
+    assert len(answers) > 1 and answers[-1].plan is not None and answers[-1].plan.runs
+    with PlanService(POOL, PROFILE, OPTIONS, PlanAhead(2, workers=1, wait="first")) as service:
+        wait_until_ready(service)
+        (process_id,) = service.process_ids
+        os.kill(process_id, signal.SIGSTOP)
+        task = _submitted(service, 1, lengths)
+        while task.process is None:
+            time.sleep(0.001)
+        assert service.result(1).plan.solver == "heuristic (not waited for a better plan)"
+        os.kill(process_id, signal.SIGCONT)
+        service.submit(2, lengths)
+        after = service._pending[2]
+        with service._changed:
+            assert service._changed.wait_for(lambda: after.last is not None, 240)
+        assert task.last is not None and not task.last.plan.runs, "nothing came after its first plan"
+        assert untimed(service.result(2).plan) == plan_step(POOL, PROFILE, lengths, step=2, options=OPTIONS)
+        assert service.process_ids == (process_id,)
+
+
 def test_the_first_steps_do_not_wait_for_a_process_to_start() -> None:
     with PlanService(POOL, PROFILE, OPTIONS, PlanAhead(2)) as service:
+        while not service.process_ids:
+            time.sleep(0.001)
+        os.kill(service.process_ids[0], signal.SIGSTOP)  # as if it took for ever to start
+        assert service._num_ready == 0
         lengths = batches_of([1])[1]
         service.submit(1, lengths)
         planned = service.result(1)
@@ -262,10 +290,6 @@ def test_a_killed_process_is_replaced_and_the_plans_are_the_same() -> None:
 class Fatal(PlannerOptions):
     """Ends the process that reads them."""
 
-        while not service.process_ids:
-            time.sleep(0.001)
-        os.kill(service.process_ids[0], signal.SIGSTOP)  # as if it took for ever to start
-        assert service._num_ready == 0
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (3,)
 
