@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,11 +31,12 @@ __all__ = ["Cluster", "ProcessCluster", "SimulatedCluster", "choose_cluster"]
 
 
 class Cluster(Protocol):
-    """What a program asks of the place it runs in."""
+    """What a program asks of the place it runs in. `timeout_s`: how long a rank waits for another."""
 
     num_ranks: int
     local_ranks: tuple[int, ...]
     device: torch.device
+    timeout_s: float
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Creates process groups, before the first step."""
@@ -48,8 +50,11 @@ class Cluster(Protocol):
     def log_of(self, rank: int) -> list[Message]:
         """Returns the messages of a local rank in the last run."""
 
-    def broadcast(self, value: Any, *, aside: bool = False) -> Any:
-        """Returns rank 0's value on every rank; `aside` is for the one other thread that may communicate."""
+    def broadcast(self, value: Any, *, what: str = "a value", aside: bool = False) -> Any:
+        """Returns rank 0's value on every rank; `aside` is for the one other thread that may communicate.
+
+        `what` names it for the error of a rank that waits in vain.
+        """
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all processes, on every rank; one value where one process runs all ranks."""
@@ -64,8 +69,8 @@ class Cluster(Protocol):
 class SimulatedCluster:
     """All ranks in this process (`runtime/virtual_cluster.py`)."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_ranks: int, timeout_s: float = 300.0) -> None:
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
         self.local_ranks = tuple(range(num_ranks))
         self.device = torch.device("cpu")
         self.virtual = VirtualCluster(num_ranks)
@@ -88,8 +93,8 @@ class SimulatedCluster:
     def log_of(self, rank: int) -> list[Message]:
         return self.virtual.log_of(rank)
 
-    def broadcast(self, value: Any, *, aside: bool = False) -> Any:
-        del aside
+    def broadcast(self, value: Any, *, what: str = "a value", aside: bool = False) -> Any:
+        del what, aside
         return value
 
     def gather(self, value: Any) -> list[Any]:
@@ -146,25 +151,27 @@ class ProcessCluster:
         assert rank == self.rank and self.transport is not None
         return self.transport.log
 
-    def broadcast(self, value: Any, *, aside: bool = False) -> Any:
+    def broadcast(self, value: Any, *, what: str = "a value", aside: bool = False) -> Any:
         values = [value]
-        with nullcontext() if aside else self.communicating(), self._diagnosing("a value of rank 0"):
+        with nullcontext() if aside else self.communicating(), self._diagnosing(f"{what} from rank 0"):
             dist.broadcast_object_list(values, src=0, group=self.aside if aside else None)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
-        with self.communicating(), self._diagnosing("a value of every rank"):
+        with self.communicating(), self._diagnosing("a value from every rank"):
             dist.all_gather_object(values, value)
         return values
 
     @contextmanager
     def _diagnosing(self, what: str) -> Iterator[None]:
         """Turns what communication raises into `RankFailed` with what was waited for and who failed first."""
+        start_s = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            head = f"rank {self.rank}: waited for {what} ({self.calls.last.name or 'start-up'})"
+            waited = f"waited {time.monotonic() - start_s:.1f} s (limit {self.timeout_s:g} s)"
+            head = f"rank {self.rank}: {waited} for {what} ({self.calls.last.name or 'start-up'})"
             raise RankFailed(f"{head}\n  {str(error).splitlines()[0]}\n  {self.channel.diagnose()}") from error
 
     def report(self, error: BaseException) -> None:
@@ -228,7 +235,7 @@ def choose_cluster(num_ranks: int, timeout_s: float, channel: FailureChannel | N
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         init_process_group_from_env(backend, timeout_s)
     if not dist.is_initialized():
-        return SimulatedCluster(num_ranks)
+        return SimulatedCluster(num_ranks, timeout_s)
     if dist.get_world_size() != num_ranks:
         raise InvalidInput(
             f"the pool is for {num_ranks} ranks, but the job has {dist.get_world_size()} processes; start it with "

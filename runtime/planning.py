@@ -15,11 +15,17 @@ from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from runtime.cluster import Cluster
 from strategies.ahead import PlanAhead, PlannedStep, PlanTimes
-from strategies.anytime import AnytimePlanner, planned_step
+from strategies.anytime import AnytimePlanner, planned_step, within
 from strategies.options import PlannerOptions
 from strategies.service import PlanService
 
-__all__ = ["Planning"]
+__all__ = ["PLAN_SHARE", "Planning"]
+
+PLAN_SHARE = 0.5
+"""Part of what ranks wait for each other (`Cluster.timeout_s`) that rank 0 waits for a plan.
+
+It then answers, with the best plan so far or an error, while the other ranks still wait for it.
+"""
 
 
 class Planning:
@@ -43,12 +49,17 @@ class Planning:
     def depth(self) -> int:
         return self.how_ahead.depth
 
+    @property
+    def limit_s(self) -> float:
+        """How long a step waits for its plan at most."""
+        return PLAN_SHARE * self.cluster.timeout_s
+
     def plan(self, batch: GlobalBatch, step: int) -> tuple[StepPlan, PlanTimes]:
         """Returns the plan of `batch` and how it came about. Collective."""
         answer: PlannedStep | HydraulisError | None = None
         if 0 in self.cluster.local_ranks:
             answer = self._own_plan(batch, step)
-        answer = self.cluster.broadcast(answer)
+        answer = self.cluster.broadcast(answer, what=f"the plan of step {step}")
         if isinstance(answer, HydraulisError):
             raise answer
         assert answer is not None
@@ -93,7 +104,7 @@ class Planning:
         answer: PlannedStep | HydraulisError | None = None
         if 0 in self.cluster.local_ranks:
             answer = self._guarded(step, lambda: self._here(lengths, step, replace(self.options, only=name)))
-        answer = self.cluster.broadcast(answer)
+        answer = self.cluster.broadcast(answer, what=f"the plan of step {step} under {name}")
         if isinstance(answer, HydraulisError):
             raise answer
         assert answer is not None
@@ -138,7 +149,7 @@ class Planning:
         def made() -> PlannedStep:
             if id(batch) in self._submitted and self._service is not None:
                 _, number = self._submitted.pop(id(batch))
-                return self._service.result(number)
+                return self._service.result(number, self.limit_s)
             return self._here(batch.lengths, step, self.options)
 
         return self._guarded(step, made)
@@ -155,11 +166,11 @@ class Planning:
             return problem
 
     def _here(self, lengths: Sequence[int], step: int, options: PlannerOptions) -> PlannedStep:
-        """Returns the plan made in this process, which waits for all of it."""
+        """Returns the plan made in this process, which waits for all of it, within the limit."""
         start_s = time.perf_counter()
         if options not in self._planners:
             self._planners[options] = AnytimePlanner(self.pool, self.profile, options)
-        made = list(self._planners[options].answers(lengths, step))
+        made = list(within(self._planners[options].answers(lengths, step), self.limit_s))
         return planned_step(made[0], made[-1], 1e3 * (time.perf_counter() - start_s))
 
 

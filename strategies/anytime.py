@@ -19,7 +19,7 @@ from strategies.solver import warm_up
 if TYPE_CHECKING:
     from strategies.planner import Planner
 
-__all__ = ["Answer", "AnytimePlanner", "planned_step"]
+__all__ = ["Answer", "AnytimePlanner", "planned_step", "settled", "within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,24 @@ def planned_step(first: Answer, used: Answer, waited_ms: float = 0.0) -> Planned
     return PlannedStep(used.plan, times)
 
 
-def _answer(plan: StepPlan, start_s: float, *, is_last: bool, ran_solver: bool = False) -> Answer:
+def within(answers: Iterator[Answer], limit_s: float) -> Iterator[Answer]:
+    """Yields answers to the last one, or to the first after `limit_s`, which is then the last and says so."""
+    start_s = perf_counter()
+    for answer in answers:
+        if answer.is_last or perf_counter() - start_s < limit_s:
+            yield answer
+            continue
+        yield settled(answer, f"no better plan within {limit_s:g} s")
+        return
+
+
+def settled(best: Answer, why: str) -> Answer:
+    """Returns an answer as the final one; its plan says why."""
+    assert best.plan is not None
+    return replace(best, plan=replace(best.plan, solver=f"{best.plan.solver} ({why})"), is_last=True)
+
+
+def _answer(plan: StepPlan, start_s: float, *, is_last: bool) -> Answer:
     ms = _ms_since(start_s)
     return Answer(plan.step, replace(plan, plan_ms=ms), None, ms, is_last)
 

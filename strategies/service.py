@@ -22,7 +22,7 @@ from hgraph.errors import InvalidInput, PlanError
 from hgraph.profile import Profile
 from hgraph.strategy import Pool
 from strategies.ahead import PlanAhead, PlannedStep
-from strategies.anytime import Answer, AnytimePlanner, planned_step
+from strategies.anytime import Answer, AnytimePlanner, planned_step, settled, within
 from strategies.options import PlannerOptions
 from strategies.planner_process import PlannerProcess, ProcessEnded
 
@@ -138,7 +138,7 @@ class PlanService:
         task = self._pending[step]
         start_s = perf_counter()
         if self._ahead.wait == "best" and self._is_left_to_us(task):
-            for answer in AnytimePlanner(*self._setup).answers(task.lengths, step):
+            for answer in within(AnytimePlanner(*self._setup).answers(task.lengths, step), timeout_s):
                 self._answer(task, answer)
         wait_s = timeout_s if self._ahead.wait == "best" else 0.0
         if not self._wait_for(task, wait_s) and self._ahead.wait == "best":
@@ -195,7 +195,7 @@ class PlanService:
                 raise PlanError(
                     f"plan service: no plan of step {task.step} after {timeout_s:g} s; the planner is still at work"
                 )
-            task.last = _settled(task.best, f"planner process: no better plan after {timeout_s:g} s")
+            task.last = settled(task.best, f"planner process: no better plan after {timeout_s:g} s")
             if task.process is not None:
                 task.process.kill()
 
@@ -204,7 +204,7 @@ class PlanService:
         if task.best is None:
             self._answer(task, self._plan_here(task))
         assert task.best is not None
-        return task.best if task.best.is_last else _settled(task.best, "not waited for a better plan")
+        return task.best if task.best.is_last else settled(task.best, "not waited for a better plan")
 
     def _add_worker(self) -> None:
         number = len(self._threads)
@@ -274,7 +274,7 @@ class PlanService:
             failures = self._start_process(number, failures)
         if not self._is_closed and not self._is_done(task):
             best = task.best or self._plan_here(task)
-            self._answer(task, best if best.error is not None else _settled(best, f"planner process: {how}"))
+            self._answer(task, best if best.error is not None else settled(best, f"planner process: {how}"))
         return failures
 
     def _ask(self, process: PlannerProcess, task: _Task) -> None:
@@ -318,9 +318,3 @@ class PlanService:
 
 def _predicted_ms(answer: Answer) -> float:
     return answer.plan.predicted_ms if answer.plan is not None else float("inf")
-
-
-def _settled(best: Answer, why: str) -> Answer:
-    """Returns an answer as the final one; its plan says why."""
-    assert best.plan is not None
-    return replace(best, plan=replace(best.plan, solver=f"{best.plan.solver} ({why})"), is_last=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ import torch.distributed as dist
 
 from hgraph.check_plan import check_plan
 from hgraph.data import GlobalBatch, TokenDataset
+from hgraph.errors import RankFailed
 from hgraph.plan import StepPlan
 from hgraph.profile import Profile, SchemeCost
 from hgraph.strategy import Scheme
-from runtime.cluster import SimulatedCluster, choose_cluster
+from runtime.cluster import ProcessCluster, SimulatedCluster, choose_cluster
 from runtime.failure_channel import FailureChannel
 from runtime.planning import Planning
-from strategies.ahead import PlanAhead
+from strategies.ahead import PlanAhead, PlannedStep, PlanTimes
 from strategies.options import PlannerOptions
+from strategies.service import PlanService
 from tests.gloo_workers import GlooPool
 from tests.models import language_loss, llama
 from tests.small_pools import assert_close, draw_batch, exact_program, expected_step, pool, run_step, strategy
@@ -86,6 +89,46 @@ def test_plans_are_the_same_on_every_rank(gloo: GlooPool, wait: str) -> None:
     assert all(plans == by_rank[0] for plans in by_rank)
     if wait == "best":
         assert by_rank[0] == plans_of(planning(0), batches(LENGTHS))
+
+
+def test_rank_0_answers_while_the_others_still_wait_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit follows from that of the cluster, ahead or not. Without any time, the first plan is taken."""
+    (batch,) = batches(LENGTHS[4:])
+    patient = planning(0).plan(batch, 1)[0]
+    assert patient.runs and planning(0, SimulatedCluster(4, 40.0)).limit_s == 20.0
+    in_step = planning(0, SimulatedCluster(4, 0.0))
+    plan = in_step.plan(batch, 1)[0]
+    assert plan.solver == "heuristic (no better plan within 0 s)" and not plan.runs
+    assert in_step.plan_under(1, "four", [9, 5]).plan.strategy == "four"
+    limits = []
+
+    def result(_: PlanService, number: int, timeout_s: float) -> PlannedStep:
+        limits.append(timeout_s)
+        return PlannedStep(plan, PlanTimes())
+
+    monkeypatch.setattr(PlanService, "result", result)
+    ahead = planning(PlanAhead(1), SimulatedCluster(4, 40.0))
+    for own in ahead.ahead([batch], lambda: 0):
+        ahead.plan(own, 1)
+    ahead.close()
+    assert limits == [20.0]
+
+
+def test_a_rank_that_waits_in_vain_names_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Timed out waiting 120000ms for recv operation to complete")
+
+    monkeypatch.setattr(dist, "broadcast_object_list", fail)
+    cluster = object.__new__(ProcessCluster)
+    cluster.rank, cluster.local_ranks, cluster.timeout_s, cluster._owns_channel = 1, (1,), 120.0, False
+    cluster.channel = SimpleNamespace(report=lambda _: None, diagnose=lambda: "no rank has reported a failure")  # type: ignore[assignment]
+    cluster.calls = SimpleNamespace(last=SimpleNamespace(name="step 7"))  # type: ignore[assignment]
+    with pytest.raises(RankFailed) as caught:
+        planning(0, cluster).plan(batches(LENGTHS[:1])[0], 7)
+    assert str(caught.value) == (
+        "rank 1: waited 0.0 s (limit 120 s) for the plan of step 7 from rank 0 (step 7)\n"
+        "  Timed out waiting 120000ms for recv operation to complete\n  no rank has reported a failure"
+    )
 
 
 def test_batches_that_were_skipped_are_forgotten() -> None:
