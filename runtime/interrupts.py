@@ -17,11 +17,54 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "ends_when_interrupted", "leave"]
+__all__ = [
+    "INTERRUPTED",
+    "TERMINATED",
+    "Terminated",
+    "ends_when_interrupted",
+    "heeds_sigterm",
+    "leave",
+    "raise_if_interrupted",
+]
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+TERMINATED = 143
+"""Exit status after SIGTERM: 128 + SIGTERM."""
 _GRACE_S = 2.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived. Whatever cleans up after Ctrl-C cleans up after it."""
+
+
+def raise_if_interrupted(code: int) -> None:
+    """Raises KeyboardInterrupt or `Terminated` where a job's exit status says that this is how it ended."""
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code == TERMINATED:
+        raise Terminated
+
+
+@contextmanager
+def heeds_sigterm() -> Iterator[None]:
+    """Frames what one process does by itself: SIGTERM raises `Terminated` in the block; a second one does not wait.
+
+    In another thread than the main one, which hears of no signal, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from runtime.interrupts import INTERRUPTED, leave
+from runtime.interrupts import INTERRUPTED, TERMINATED, leave
 from runtime.processes import descendants, kill
 
 __all__ = ["is_launched", "is_launched_here", "launch"]
@@ -42,8 +42,8 @@ def is_launched_here() -> bool:
 def launch(num_processes: int, module: str, arguments: Sequence[str]) -> int:
     """Runs `python -m module arguments` in `num_processes` processes and returns the job's exit code.
 
-    SIGINT (Ctrl-C) or SIGTERM ends every process of the job, within seconds; the code is then 130. A second one does
-    not wait. SIGINT is blocked in a rank until it unblocks it (`ends_when_interrupted`).
+    SIGINT (Ctrl-C) or SIGTERM ends every process of the job, within seconds; the code is then 130 or 143. A second one
+    does not wait. SIGINT is blocked in a rank until it unblocks it (`ends_when_interrupted`).
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
     ours, theirs = os.pipe()
@@ -57,7 +57,7 @@ def launch(num_processes: int, module: str, arguments: Sequence[str]) -> int:
             _wait(job, _POLL_S)
         if told:
             _end(job, theirs, told)
-            return INTERRUPTED
+            return TERMINATED if told[0] == signal.SIGTERM else INTERRUPTED
         os.close(theirs)
         return job.returncode
 

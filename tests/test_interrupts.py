@@ -145,7 +145,7 @@ def test_a_signal_ends_ranks_that_are_blocked_or_deaf_and_their_helpers(
     assert len(members) == 5, "a launcher, three ranks, a helper"
     job.send_signal(number)
     _, err = job.communicate(timeout=60)
-    assert (job.returncode, err) == (130, "interrupted\n" * 2), "the deaf one says nothing"
+    assert (job.returncode, err) == (128 + number, "interrupted\n" * 2), "the deaf one says nothing"
     assert gone_within(5.0, members), alive(members)
 
 
@@ -157,6 +157,80 @@ def test_a_job_ends_with_the_process_that_was_asked_for_it(tmp_path: Path, start
     members = members_of(job.pid)
     job.kill()
     assert gone_within(60.0, members), alive(members)
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from torch import nn
+import hgraph as hg
+from hgraph.profile import Profile, SchemeCost
+from runtime.calibrate import calibrate
+
+def started():
+    Path(sys.argv[1], os.environ["RANK"]).touch()
+
+def profile(program):
+    if sys.argv[2] == "calibrates":
+        started()
+        while True:
+            calibrate(program, hg.MemoryLimits(budget_mib=12))
+    return Profile({"tp1": SchemeCost(0, 1.0, 1.0, 100)}, {})
+
+POOL = "{version: 1, ranks: 2, strategies: [{name: two, replicas: [{tp: 1, count: 2}]}]}"
+model = nn.Sequential(nn.Embedding(32, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 32))
+loss = lambda model, packed: hg.data.token_loss(model(packed.tokens[None])[0], packed)
+with hg.compile(model, loss, hg.parse_pool(POOL, "pool"), profile=profile) as program:
+    documents = hg.data.TokenDataset([range(n) for n in (20, 3, 30, 7)])
+    for batch in program.ahead(hg.data.global_batches(documents, tokens_per_step=50, max_steps=100_000)):
+        if program.step(batch).step == 3:
+            started()
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("doing", ["trains", pytest.param("calibrates", marks=pytest.mark.long)])
+def test_an_interrupt_ends_the_script_of_a_user_under_torchrun(tmp_path: Path, start: Start, doing: str) -> None:
+    """Nothing of ours handles signals there: ranks leave what they wait in, and the planner ends with them."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = start("-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py", str(tmp_path), doing)
+    wait_for(tmp_path, 2, job)
+    members = members_of(job.pid)
+    assert len(members) == (3 if doing == "trains" else 2), "two ranks, a planner"
+    job.send_signal(signal.SIGINT)
+    assert gone_within(20.0, [job.pid, *members]), alive(members)
+    _, err = job.communicate()
+    assert job.returncode != 0 and err.count("KeyboardInterrupt") >= 2, "both ranks end by it, none by SIGKILL"
+
+
+ASKED = """
+import sys, time, types
+from pathlib import Path
+import runtime.config
+from runtime.cli import main
+
+def waits(*_):
+    Path(sys.argv[1], "0").touch()
+    time.sleep(300)
+
+if sys.argv[2] == "before ranks are launched":
+    runtime.config.load_config = waits
+else:
+    sys.modules["runtime.train"] = types.SimpleNamespace(train=waits)
+main(["train", "config.yaml"])
+"""
+
+
+@pytest.mark.parametrize("when", ["before ranks are launched", "in the only process"])
+def test_sigterm_ends_the_process_that_was_asked_as_ctrl_c_does(tmp_path: Path, start: Start, when: str) -> None:
+    (tmp_path / "config.yaml").write_text("num_processes: 1\n")
+    asked = start("-c", ASKED, str(tmp_path), when)
+    wait_for(tmp_path, 1, asked)
+    asked.send_signal(signal.SIGTERM)
+    _, err = asked.communicate(timeout=60)
+    assert (asked.returncode, err) == (143, "terminated\n")
 
 
 def test_descendants_are_found_across_sessions_and_killed() -> None:

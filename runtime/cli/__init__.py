@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import click
 
 from hgraph.errors import HydraulisError
 from hgraph.installation import check_installation
-from runtime.interrupts import INTERRUPTED, ends_when_interrupted
+from runtime.interrupts import INTERRUPTED, TERMINATED, Terminated, ends_when_interrupted, heeds_sigterm
 from runtime.launch import is_launched, is_launched_here
 
 __all__ = ["main"]
@@ -60,9 +59,12 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        with ends_when_interrupted(_say_interrupted) if is_launched() else nullcontext():
+        with ends_when_interrupted(_say_interrupted) if is_launched() else heeds_sigterm():
             try:
                 return self._invoke(ctx)
+            except Terminated:
+                click.echo("terminated", err=True)
+                ctx.exit(TERMINATED)
             except KeyboardInterrupt:
                 _say_interrupted()
                 ctx.exit(INTERRUPTED)

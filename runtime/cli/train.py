@@ -97,7 +97,7 @@ def command(
     """
     from runtime.checkpoint.resume import start_of
     from runtime.config import load_config
-    from runtime.interrupts import INTERRUPTED
+    from runtime.interrupts import raise_if_interrupted
     from runtime.launch import is_launched, launch
 
     overrides = list(settings)
@@ -112,8 +112,7 @@ def command(
         again = [] if folder is None else [f"--resume={folder}"]
         again += [] if replay is None else [f"--replay={replay}"]
         code = launch(loaded.num_processes, "runtime.cli", ["train", config, *overrides, *again])
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
+        raise_if_interrupted(code)
         sys.exit(code)
     from runtime.train import train
 

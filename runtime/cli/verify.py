@@ -92,7 +92,7 @@ def _verify_simulated(config: RunConfig, steps: int | None, seed: int, *, quiet:
 
 def _verify_over_processes(num_ranks: int, arguments: Sequence[str], *, quiet: bool) -> VerifyReport:
     """Runs this command in one process per rank; they say themselves what went wrong where they cannot verify."""
-    from runtime.interrupts import INTERRUPTED
+    from runtime.interrupts import raise_if_interrupted
     from runtime.launch import launch
     from runtime.verify import VerifyReport
 
@@ -100,8 +100,7 @@ def _verify_over_processes(num_ranks: int, arguments: Sequence[str], *, quiet: b
         path = Path(folder) / "report.json"
         with working(f"verifying over {num_ranks} processes"):
             code = launch(num_ranks, "runtime.cli", ["verify", *arguments, "--report", str(path)])
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
+        raise_if_interrupted(code)
         if not path.exists():
             sys.exit(code or 1)
         report = VerifyReport.from_json(path.read_text())
