@@ -73,7 +73,7 @@ def test_plans_are_the_same_ahead_or_not_and_with_other_ids() -> None:
 
 def plans_of_this_rank(wait: str) -> list[StepPlan]:
     channel = FailureChannel.on_default_store(heartbeat_s=1.0)
-    cluster = choose_cluster(4, 60.0, channel)
+    cluster = choose_cluster(4, 600.0, channel)
     assert dist.get_world_size() == 4
     plans = plans_of(planning(PlanAhead(2, wait=wait), cluster), batches(LENGTHS))  # type: ignore[arg-type]
     cluster.close()
