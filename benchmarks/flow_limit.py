@@ -149,9 +149,12 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="only cases whose id contains this")
     arguments = parser.parse_args()
     data = json.loads((arguments.folder / "published_plans.json").read_text())
+    cases = [case for case in data["cases"] if arguments.cases in case["id"]]
+    if not cases:
+        parser.error(f"no case contains {arguments.cases!r}; there are {', '.join(c['id'] for c in data['cases'])}")
     table = Table("case", "published ms", "ours ms", "lower", "no plan below ms", "lower at most")
     gains = []
-    for case in tqdm([c for c in data["cases"] if arguments.cases in c["id"]], disable=not sys.stderr.isatty()):
+    for case in tqdm(cases, disable=not sys.stderr.isatty()):
         pool, profile = pool_of_case(case, data["pools"]), profile_of_case(case, arguments.folder)
         lengths, published_ms = case["batch"], case["published"]["flow_ms"]
         ours_ms = Planner(pool, profile, PlannerOptions(objective="flow")).plan(lengths).flow_ms
