@@ -83,15 +83,15 @@ def main() -> int:
     options = PlannerOptions(program=arguments.program, objective=arguments.objective)
     rows = []
     for case in tqdm(cases, disable=not sys.stderr.isatty()):
-        profile = _profile(case, arguments.folder)
-        rows.append(_row(case, Planner(_pool(case, data["pools"]), profile, options), arguments.program))
+        profile = profile_of_case(case, arguments.folder)
+        rows.append(_row(case, Planner(pool_of_case(case, data["pools"]), profile, options), arguments.program))
     _show(rows)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return int(any(row.is_worse for row in rows))
 
 
-def _profile(case: dict[str, Any], folder: Path) -> Profile:
+def profile_of_case(case: dict[str, Any], folder: Path) -> Profile:
     own = YAML(typ="safe").load((folder / "profiles" / f"{case['profile']}.yaml").read_text())
     costs = {(row["tp"], row["pp"]): row for row in own["schemes"]}
     schemes = {}
@@ -102,7 +102,7 @@ def _profile(case: dict[str, Any], folder: Path) -> Profile:
     return Profile(schemes, {})
 
 
-def _pool(case: dict[str, Any], pools: dict[str, list[list[list[int]]]]) -> Pool:
+def pool_of_case(case: dict[str, Any], pools: dict[str, list[list[list[int]]]]) -> Pool:
     strategies = []
     for number, own in enumerate(pools[case["pool"]]):
         replicas: list[Replica] = []

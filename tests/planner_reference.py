@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import permutations
 from random import Random
 
@@ -16,6 +17,7 @@ from hgraph.strategy import Pool, Replica, Scheme, Strategy
 from strategies.cost import ReplicaKind
 
 UNIFORM = Scheme.uniform
+INF = float("inf")
 
 
 def strategy(name: str, *schemes: Scheme) -> Strategy:
@@ -155,7 +157,7 @@ def _stage_orders(schedule: str, num_stages: int, count: int) -> list[list[tuple
 
 def every_order_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) -> float:
     """Returns the least time over all orders of the micro-batches, all played together, as `event_driven_ms` would."""
-    table = np.array(sorted(set(permutations(times_ms))))
+    table = np.array(times_ms)[_orders(len(times_ms))]
     orders, done = _stage_orders(schedule, num_stages, len(times_ms)), {}
     position, free = [0] * num_stages, [np.zeros(len(table)) for _ in range(num_stages)]
     while any(position[stage] < len(orders[stage]) for stage in range(num_stages)):
@@ -171,6 +173,12 @@ def every_order_ms(schedule: str, num_stages: int, times_ms: Sequence[float]) ->
             free[stage] = done[kind, stage, m] = start + table[:, m] * (1 / 3 if kind == "F" else 2 / 3)
             position[stage] += 1
     return float(np.max(free, axis=0).min())
+
+
+@cache
+def _orders(count: int) -> np.ndarray:
+    """Returns every order of `count` things, a row each."""
+    return np.array(list(permutations(range(count))))
 
 
 def linear_bound_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> float:
@@ -296,22 +304,31 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*smaller[:index], [items[0], *smaller[index]], *smaller[index + 1 :]]
 
 
-def best_replica_ms(kind: ReplicaKind, lengths: Sequence[int], simulated: bool) -> float:
-    """Returns the least time of one replica over all packings: simulated over all orders, or flow."""
-    best = float("inf") if lengths else 0.0
-    seen: set[tuple[float, ...]] = set()
-    for groups in partitions(list(lengths)):
-        if any(sum(group) > kind.max_tokens for group in groups):
-            continue
-        times_ms = tuple(sorted(kind.cost.micro_batch_ms(group) for group in groups))
-        if not times_ms or times_ms in seen or _at_least_ms(kind, times_ms) >= best:
-            continue
-        seen.add(times_ms)
-        if not simulated or kind.pp == 1:
-            best = min(best, sum(times_ms) + (kind.pp - 1) * max(times_ms))
-            continue
+def best_replica_ms(kind: ReplicaKind, lengths: Sequence[int], simulated: bool, enough_ms: float = INF) -> float:
+    """Returns the least time of one replica over all packings: simulated over all orders, or flow.
+
+    Where it is above `enough_ms`, inf may be returned.
+    """
+    packings = _packings(kind, tuple(lengths))
+    if not simulated or kind.pp == 1:
+        return min((sum(times_ms) + (kind.pp - 1) * max(times_ms, default=0.0) for times_ms in packings), default=INF)
+    best = 0.0 if not lengths else INF
+    for least_ms, times_ms in sorted((_at_least_ms(kind, times_ms), times_ms) for times_ms in packings if times_ms):
+        if least_ms >= best or least_ms > enough_ms * (1 + 1e-9):
+            break
         best = min(best, every_order_ms(kind.schedule, kind.pp, times_ms))
     return best
+
+
+@lru_cache(maxsize=2_000)
+def _packings(kind: ReplicaKind, lengths: tuple[int, ...]) -> set[tuple[float, ...]]:
+    """Returns the times of the micro-batches of every packing within the token limit, each rising."""
+    cost = kind.cost
+    return {
+        tuple(sorted(cost.micro_batch_ms(group) for group in groups))
+        for groups in partitions(lengths)
+        if all(sum(group) <= cost.max_tokens for group in groups)
+    }
 
 
 def _at_least_ms(kind: ReplicaKind, times_ms: tuple[float, ...]) -> float:
@@ -322,12 +339,16 @@ def _at_least_ms(kind: ReplicaKind, times_ms: tuple[float, ...]) -> float:
 
 
 def best_step_ms(kinds: Sequence[ReplicaKind], lengths: Sequence[int], simulated: bool) -> float:
-    """Returns the least step time over all assignments and packings, by enumeration."""
+    """Returns the least step time over all assignments and packings, by enumeration.
+
+    A simulated time is at most the flow time of the same packing; what is slower than the least flow time is left out.
+    """
+    enough_ms = best_step_ms(kinds, lengths, simulated=False) if simulated else INF
     full = (1 << len(lengths)) - 1
     best = {0: 0.0}
     for kind in kinds:
         own = {
-            mask: best_replica_ms(kind, [s for i, s in enumerate(lengths) if mask >> i & 1], simulated)
+            mask: best_replica_ms(kind, [s for i, s in enumerate(lengths) if mask >> i & 1], simulated, enough_ms)
             for mask in range(full + 1)
         }
         following: dict[int, float] = {}
