@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.captures import share_captures
+
 __all__ = ["GlooPool", "WorkersFailed"]
 
 DEAD = "the worker died"
@@ -111,6 +113,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    share_captures()
     while True:
         try:
             port, rank, num_ranks, timeout_s, job = pipe.recv()
