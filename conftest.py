@@ -6,6 +6,9 @@ processes stay together as well, so that those processes are started once and ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import hypothesis
 import pytest
 
@@ -32,14 +35,13 @@ def _is_gloo(item: pytest.Item) -> bool:
     return item.get_closest_marker("gloo") is not None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fails where groups are not kept: some versions of pytest and pytest-xdist do not fit, and say nothing."""
-    if not getattr(session.config.option, "loadgroup", False):
-        return
-    loose = [item.nodeid for item in session.items if "@" not in item.nodeid]
-    if loose:
-        raise pytest.UsageError(
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
+    """Ends the run where groups are not kept: some versions of pytest and pytest-xdist do not fit, and say nothing."""
+    loose = [name for name in ids if "@" not in name]
+    if node.config.getvalue("dist") == "loadgroup" and loose:
+        pytest.exit(
             f"--dist loadgroup does not see the groups of {len(loose)} tests, such as {loose[0]}: pytest-xdist marks "
-            f"them in a way that pytest {pytest.__version__} does not know. Install the versions of constraints.txt"
+            f"them in a way that pytest {pytest.__version__} does not know. Install the versions of constraints.txt",
+            returncode=4,
         )
