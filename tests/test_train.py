@@ -46,7 +46,7 @@ steps: {steps}
 num_processes: 4
 tokens_per_step: 800
 pool: pool.yaml
-model: {{vocab_size: 300, hidden: 16, layers: 2, heads: 4, kv_heads: 2, ffn: 32}}
+model: {{vocab_size: 300, hidden: 16, layers: 1, heads: 4, kv_heads: 2, ffn: 32}}
 data: {{kind: tokens, paths: [data.jsonl], vocab_size: 300, max_length: 512, policy: cut}}
 optimizer: {{warmup_steps: 2}}
 memory: {{budget_mib: 64, max_tokens: {{tp1: 128, tp2: 256, tp4: 512}}}}
