@@ -139,7 +139,7 @@ def test_plans_that_were_written_hold_for_the_cached_profile(finished: tuple[Pat
         check_plan(saved.plan, pool, profile, batch.lengths)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupt_ends_every_process(folder: Path, number: int) -> None:
     (folder / "pool.yaml").write_text(SMALL_POOL)
     job = start(folder, 500, "--nproc", "2", "data.max_length=256")
