@@ -10,7 +10,7 @@ CODE := $(PACKAGES) $(wildcard tests examples benchmarks conftest.py)
 ARGS ?=
 TESTS ?= tests
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-all lint format clean

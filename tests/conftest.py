@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.captures import share_captures
 from tests.gloo_workers import GlooPool
+
+
+def pytest_configure() -> None:
+    share_captures()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

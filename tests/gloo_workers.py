@@ -7,6 +7,7 @@ a worker that died or did not answer in time makes the pool start anew.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import pickle
 import time
 import traceback
@@ -18,11 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GlooPool", "WorkersFailed"]
+from tests.captures import share_captures
+
+__all__ = ["GlooPool", "WorkersFailed", "process_context"]
 
 DEAD = "the worker died"
 LATE = "the rank had not ended in time"
 NOT_JOINED = "the worker could not join the others"
+
+
+def process_context() -> multiprocessing.context.ForkServerContext:
+    """Returns what starts processes that have imported already what takes seconds; they share nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.gloo_workers", "runtime.program"])
+    return context
 
 
 class WorkersFailed(Exception):
@@ -82,7 +92,7 @@ class GlooPool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         for _ in range(self.num_workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)
@@ -111,6 +121,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    share_captures()
     while True:
         try:
             port, rank, num_ranks, timeout_s, job = pipe.recv()

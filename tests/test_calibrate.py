@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hgraph.capture import capture
 from hgraph.data import Packed
 from hgraph.errors import InvalidInput
 from hgraph.profile import Profile
 from hgraph.strategy import Replica, Scheme, Strategy
-from passes.pipelines import compile_scheme, normalized
 from runtime import calibrate as calibration
 from runtime import measure
 from runtime.calibrate import MemoryLimits, calibrate
 from runtime.measure import micro_batch_counts
 from runtime.memory import scheme_memory
 from runtime.program import Program
+from tests.captures import shared_capture, shared_compile_scheme, shared_normalized
 from tests.models import gpt, language_loss, llama
 from tests.small_pools import exact_program, pool, strategy
 
@@ -91,13 +90,9 @@ def test_fields_are_made_up() -> None:
 
 
 def test_gpipe_needs_a_limit_that_is_given() -> None:
-    captured = normalized(capture(gpt(), language_loss))
-    kept = {
-        name: [
-            stage.in_flight for stage in scheme_memory(compile_scheme(captured, U(1, pp, schedule=name)), captured, 2)
-        ]
-        for name, pp in (("1f1b", 2), ("gpipe", 2))
-    }
+    captured = shared_normalized(shared_capture(gpt(), language_loss))
+    compiled = {name: shared_compile_scheme(captured, U(1, 2, schedule=name)) for name in ("1f1b", "gpipe")}
+    kept = {name: [stage.in_flight for stage in scheme_memory(own, captured, 2)] for name, own in compiled.items()}
     assert kept == {"1f1b": [2, 1], "gpipe": [None, None]}
     both = pool(2, strategy("gpipe", U(1, 2, schedule="gpipe")))
     program = exact_program(gpt(), language_loss, both)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hgraph.capture import Captured, LossFunction, capture
+from hgraph.capture import Captured, LossFunction
 from hgraph.graph import evaluate_shape
 from hgraph.placements import balanced_sizes
 from hgraph.shard_map import shard_map
 from hgraph.strategy import Override, Replica, Scheme, Stage
-from passes.pipelines import CompiledScheme, compile_scheme, normalized
+from passes.pipelines import CompiledScheme
 from runtime.executor import RankExecutor
+from tests.captures import shared_capture, shared_compile_scheme, shared_normalized
 from tests.models import gpt, hugging_face_llama, hugging_face_loss, language_loss, llama, random_batches
 from tests.scheme_runs import Outcome, assert_equal_to_reference, denominator_of, run_compiled
 
@@ -46,14 +46,8 @@ def plain_gpt() -> nn.Module:
     return gpt(layers=2)
 
 
-_captured: weakref.WeakKeyDictionary[nn.Module, Captured] = weakref.WeakKeyDictionary()
-
-
 def captured(model: nn.Module, loss: LossFunction = language_loss) -> Captured:
-    """Captures each model once."""
-    if model not in _captured:
-        _captured[model] = normalized(capture(model, loss), exact=True)
-    return _captured[model]
+    return shared_normalized(shared_capture(model, loss), exact=True)
 
 
 def check(
@@ -65,7 +59,7 @@ def check(
     compiled: CompiledScheme | None = None,
 ) -> Outcome:
     """Runs one step and compares it with the reference."""
-    compiled = compiled or compile_scheme(captured(model, loss), scheme)
+    compiled = compiled or shared_compile_scheme(captured(model, loss), scheme)
     batches, sequences = random_batches(lengths, vocab_size)
     outcome = run_compiled(compiled, captured(model, loss), model, batches)
     assert_equal_to_reference(outcome, model, loss, sequences)
@@ -100,7 +94,7 @@ def test_llama_where_nothing_divides(scheme: Scheme) -> None:
 def test_a_stage_with_embedding_or_head_alone(layers: tuple[int, int]) -> None:
     """A gradient is made on the stage of its parameter, also where that stage has no layer."""
     scheme = Scheme.uniform(2, 2, layers=layers)
-    compiled = compile_scheme(captured(tied_llama()), scheme)
+    compiled = shared_compile_scheme(captured(tied_llama()), scheme)
     assert {("embed.weight", 0), ("head.weight", 1)} <= set(compiled.gradients)
     assert set(compiled.gradients) == set(compiled.parameters)
     check(tied_llama(), scheme, compiled=compiled)
@@ -131,7 +125,7 @@ def test_gpt_with_biases_and_layer_norm(scheme: Scheme) -> None:
 )
 def test_tied_embeddings(scheme: Scheme) -> None:
     """One gradient per use; across stages each use has its own."""
-    compiled = compile_scheme(captured(tied_llama()), scheme)
+    compiled = shared_compile_scheme(captured(tied_llama()), scheme)
     last = scheme.pp - 1
     assert {("embed.weight", 0), ("head.weight", last)} <= set(compiled.gradients)
     check(tied_llama(), scheme, compiled=compiled)
@@ -189,7 +183,7 @@ def test_overrides_on_stages_of_a_pipeline() -> None:
 def test_any_number_of_micro_batches(pp: int, schedule: str) -> None:
     """More and fewer than stages; live micro-batches are as few as the schedule promises."""
     model = small_llama(layers=3)
-    compiled = compile_scheme(captured(model), Scheme.uniform(1, pp, schedule=schedule))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(1, pp, schedule=schedule))
     lengths = ((37,), (5, 6), (64,), (1,), (1, 1, 2))
     for count in (1, 2, 3, 5):
         outcome = check(model, compiled.scheme, lengths[:count], compiled=compiled)
@@ -199,7 +193,7 @@ def test_any_number_of_micro_batches(pp: int, schedule: str) -> None:
 
 def test_an_idle_replica() -> None:
     model = small_llama(layers=2)
-    outcome = run_compiled(compile_scheme(captured(model), Scheme.uniform(2, 2)), captured(model), model, [])
+    outcome = run_compiled(shared_compile_scheme(captured(model), Scheme.uniform(2, 2)), captured(model), model, [])
     assert (outcome.loss, outcome.gradients, outcome.log) == (0.0, {}, ())
 
 
@@ -214,7 +208,7 @@ def test_accumulation_over_unequal_micro_batches(count: int) -> None:
 @pytest.mark.case(13)
 def test_accumulation_over_rounds_is_a_sum() -> None:
     model = small_llama(layers=2)
-    compiled = compile_scheme(captured(model), Scheme.uniform(1, 2))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(1, 2))
     batches, sequences = random_batches(((5,), (3, 4), (7,), (2,), (6,), (8,)), 61)
     count = denominator_of(batches)
     rounds = [run_compiled(compiled, captured(model), model, batches[i : i + 2], count) for i in (0, 2, 4)]
@@ -232,7 +226,7 @@ def test_accumulation_over_rounds_is_a_sum() -> None:
 def test_steps_of_other_lengths(steps: tuple[int, ...]) -> None:
     """The same programs; no shape of an earlier step is remembered."""
     model = small_llama(layers=2)
-    compiled = compile_scheme(captured(model), Scheme.uniform(1, 2))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(1, 2))
     for length in steps:
         check(model, compiled.scheme, ((length,),), compiled=compiled)
 
@@ -246,7 +240,7 @@ def test_eight_sequences_in_three_micro_batches() -> None:
 def test_micro_batches_without_labels() -> None:
     """One token predicts nothing. A micro-batch of such alone is harmless, a whole step gives zeros."""
     model = small_llama(layers=2)
-    compiled = compile_scheme(captured(model), Scheme.uniform(2, 2))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(2, 2))
     check(model, compiled.scheme, ((1, 1), (5,), (1,)), compiled=compiled)
     outcome = check(model, compiled.scheme, ((1, 1), (1,)), compiled=compiled)
     assert outcome.loss == 0.0
@@ -258,7 +252,7 @@ def test_padding_changes_nothing(multiple: int) -> None:
     model = small_llama()
     for scheme in (Scheme.uniform(1), Scheme.uniform(2)):
         batches, sequences = random_batches(((5, 6), (1,)), 61, multiple=multiple)
-        outcome = run_compiled(compile_scheme(captured(model), scheme), captured(model), model, batches)
+        outcome = run_compiled(shared_compile_scheme(captured(model), scheme), captured(model), model, batches)
         assert_equal_to_reference(outcome, model, language_loss, sequences)
 
 
@@ -298,7 +292,7 @@ def test_heads_are_split_alike_whatever_was_compiled_before() -> None:
     expected = {id(first): [3, 3, 3, 3], id(second): [2, 2, 2, 1]}
     losses = []
     for model in (first, second, first):
-        compiled = compile_scheme(captured(model), Scheme.uniform(4))
+        compiled = shared_compile_scheme(captured(model), Scheme.uniform(4))
         assert query_heads(compiled, model, 2) == expected[id(model)]
         losses.append(check(model, compiled.scheme, compiled=compiled).loss)
     assert losses[0] == losses[2] != losses[1]
@@ -308,7 +302,7 @@ def test_heads_are_split_alike_whatever_was_compiled_before() -> None:
 def test_strategies_in_turn() -> None:
     """A, B, A of one model in one process: the third run repeats the first to the last bit."""
     model = gpt(layers=1, hidden=24, heads=12)
-    schemes = [compile_scheme(captured(model), Scheme.uniform(tp)) for tp in (4, 3)]
+    schemes = [shared_compile_scheme(captured(model), Scheme.uniform(tp)) for tp in (4, 3)]
     first, _, again = (check(model, schemes[index].scheme, compiled=schemes[index]) for index in (0, 1, 0))
     assert query_heads(schemes[0], model, 2) == [3, 3, 3, 3]
     assert first.loss == again.loss
@@ -319,7 +313,7 @@ def test_strategies_in_turn() -> None:
 @pytest.mark.case(94)
 def test_twenty_heads_over_eight_ranks() -> None:
     model = gpt(layers=1, hidden=40, heads=20)
-    compiled = compile_scheme(captured(model), Scheme.uniform(8))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(8))
     assert query_heads(compiled, model, 2) == [3, 3, 3, 3, 2, 2, 2, 2] == list(balanced_sizes(20, 8))
     check(model, compiled.scheme, ((5, 1), (9,)), compiled=compiled)
 
@@ -334,7 +328,7 @@ def test_an_embedding_with_padding(tp: int, padding: int) -> None:
     batches, sequences = random_batches(((9, 4), (6,)), 61)
     for batch in (*batches, *sequences):
         batch.tokens[batch.tokens % 3 == 0] = padding
-    compiled = compile_scheme(captured(model), Scheme.uniform(tp))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(tp))
     outcome = run_compiled(compiled, captured(model), model, batches)
     assert_equal_to_reference(outcome, model, language_loss, sequences)
     assert not outcome.gradients["tokens.weight"][padding].any()
@@ -345,7 +339,7 @@ def test_a_route_keeps_the_latest_sizes_alone() -> None:
     """Over tokens, a Reshard is prepared for each number of them."""
     scheme = Scheme.uniform(2, overrides=(Override("blocks.0.norm_1", "0-1[S(1)]"),))
     model = gpt(layers=1, max_positions=200)
-    compiled = compile_scheme(captured(model), scheme)
+    compiled = shared_compile_scheme(captured(model), scheme)
     executor = RankExecutor(compiled, Replica(scheme, (0, 1)), 0, {}, torch.float64)
     route = next(route for route in executor.forward_routes if route.prepared is None)
     prepared = {}
@@ -365,7 +359,7 @@ def test_a_route_keeps_the_latest_sizes_alone() -> None:
 @pytest.mark.case(96)
 @pytest.mark.parametrize("make", [uneven_llama, tied_llama, plain_gpt], ids=lambda make: make.__name__)
 def test_one_rank_never_communicates(make: functools._lru_cache_wrapper[nn.Module]) -> None:
-    compiled = compile_scheme(captured(make()), Scheme.uniform(1))
+    compiled = shared_compile_scheme(captured(make()), Scheme.uniform(1))
     for program in (compiled.stages[0].ranks[0].forward, compiled.stages[0].ranks[0].backward):
         assert not program.reshards
         assert "yield from communicate" not in program.source
@@ -377,23 +371,23 @@ def test_ranks_share_no_program_where_only_a_frozen_parameter_differs() -> None:
     model = gpt(layers=1, heads=3, max_positions=129)
     model.head.weight = nn.Parameter(torch.randn(61, 24, dtype=torch.float64))
     model.tokens.weight.requires_grad_(False)
-    compiled = compile_scheme(captured(model), Scheme.uniform(3, overrides=(Override("head.weight", "0-2[R]"),)))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(3, overrides=(Override("head.weight", "0-2[R]"),)))
     assert compiled.num_programs == 4
     check(model, compiled.scheme, ((120,),), compiled=compiled)
 
 
 def test_ranks_of_equal_local_shapes_share_programs() -> None:
     model = small_llama(vocab_size=64)
-    assert compile_scheme(captured(model), Scheme.uniform(2)).num_programs == 2
-    uneven = compile_scheme(captured(small_llama()), Scheme.uniform(2))
+    assert shared_compile_scheme(captured(model), Scheme.uniform(2)).num_programs == 2
+    uneven = shared_compile_scheme(captured(small_llama()), Scheme.uniform(2))
     assert uneven.num_programs == 4
-    ranks = compile_scheme(captured(model), Scheme.uniform(2)).stages[0].ranks
+    ranks = shared_compile_scheme(captured(model), Scheme.uniform(2)).stages[0].ranks
     assert ranks[0].forward is ranks[1].forward and ranks[0].coordinates != ranks[1].coordinates
 
 
 def test_a_replica_runs_wherever_it_is_placed() -> None:
     model = small_llama(layers=2)
-    compiled = compile_scheme(captured(model), Scheme.uniform(2, 2))
+    compiled = shared_compile_scheme(captured(model), Scheme.uniform(2, 2))
     batches, _ = random_batches(MIXED, 61)
     here, there = (run_compiled(compiled, captured(model), model, batches, first_rank=first) for first in (0, 3))
     assert here.loss == there.loss

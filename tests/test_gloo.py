@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from runtime.messages import Message
 from runtime.process_groups import create_groups, init_process_group_from_env
 from runtime.requests import AllReduce, Await, Exchange, Join, RankGenerator, Receive, Send, Start
 from runtime.virtual_cluster import VirtualCluster
-from tests.gloo_workers import GlooPool, WorkersFailed
+from tests.gloo_workers import GlooPool, WorkersFailed, process_context
 from tests.request_programs import DTYPES, GROUPS, check_results, check_tasks, every_request, tasks_and_posts
 
 pytestmark = pytest.mark.gloo
@@ -286,7 +285,7 @@ class KilledJob:
     """Four processes outside the pool, of which one is killed in the middle of a step."""
 
     def __init__(self, hosted_by_rank_0: bool) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         self.store = None if hosted_by_rank_0 else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = 0 if self.store is None else self.store.port
         self.processes, self.pipes = [], []

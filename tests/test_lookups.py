@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hgraph.capture import capture
 from hgraph.data import Packed, make_batch
 from hgraph.errors import InvalidInput
 from hgraph.strategy import Scheme
-from passes.pipelines import normalized
 from runtime.lookups import longest_sequence, lookups_of, vocabulary
 from runtime.program import Program
+from tests.captures import shared_capture, shared_normalized
 from tests.models import gpt, language_loss, llama
 from tests.small_pools import exact_program, pool, run_step, snapshot, strategy
 
@@ -79,10 +78,10 @@ def test_labels_that_nothing_looks_up_are_of_the_vocabulary() -> None:
     def loss(model: nn.Module, packed: Packed) -> Tensor:
         return (model(packed.tokens[None], packed.positions[None])[0, :, 0] * (packed.labels != -100)).sum()
 
-    lookups = lookups_of(normalized(capture(gpt(layers=1), loss)))
+    lookups = lookups_of(shared_normalized(shared_capture(gpt(layers=1), loss)))
     assert [lookup.size for lookup in lookups if lookup.field == "labels"] == [61]
     assert (vocabulary(lookups), longest_sequence(lookups)) == (61, 128)
-    assert longest_sequence(lookups_of(normalized(capture(llama(layers=1), language_loss)))) is None
+    assert longest_sequence(lookups_of(shared_normalized(shared_capture(llama(layers=1), language_loss)))) is None
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hgraph.capture import capture
 from hgraph.errors import FileErrors, InvalidInput, NotSupported
 from hgraph.scheme_text import parse_scheme
 from hgraph.strategy import Override, Scheme, Stage
 from hgraph.strategy_file import load_pool
-from passes.pipelines import compile_scheme, normalized
 from runtime.cli.options import read_pool
 from runtime.cli.train import check_pool
 from runtime.config import parse_config
 from runtime.program import compile
+from tests.captures import shared_capture, shared_compile_scheme, shared_normalized
 from tests.models import gpt, language_loss
 from tests.small_pools import pool, strategy
 
@@ -82,7 +81,7 @@ def test_another_text_of_a_scheme_is_told(text: str, better: str) -> None:
 
 def test_cp_is_refused_where_a_scheme_is_compiled() -> None:
     with pytest.raises(NotSupported, match=REFUSED):
-        compile_scheme(normalized(capture(gpt(), language_loss)), U(1, cp=2))
+        shared_compile_scheme(shared_normalized(shared_capture(gpt(), language_loss)), U(1, cp=2))
 
 
 def test_cp_is_refused_before_the_model_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

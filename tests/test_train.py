@@ -50,7 +50,7 @@ steps: {steps}
 num_processes: 4
 tokens_per_step: 800
 pool: pool.yaml
-model: {{vocab_size: 300, hidden: 16, layers: 2, heads: 4, kv_heads: 2, ffn: 32}}
+model: {{vocab_size: 300, hidden: 16, layers: 1, heads: 4, kv_heads: 2, ffn: 32}}
 data: {{kind: tokens, paths: [data.jsonl], vocab_size: 300, max_length: 512, policy: cut}}
 optimizer: {{warmup_steps: 2}}
 memory: {{budget_mib: 64, max_tokens: {{tp1: 128, tp2: 256, tp4: 512}}}}
@@ -143,7 +143,14 @@ def test_plans_that_were_written_hold_for_the_cached_profile(finished: tuple[Pat
         check_plan(saved.plan, pool, profile, batch.lengths)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("number", "doing"), [(signal.SIGINT, "compiles"), (signal.SIGTERM, "trains")])
+@pytest.mark.parametrize(
+    ("number", "doing"),
+    [
+        (signal.SIGINT, "trains"),
+        pytest.param(signal.SIGINT, "compiles", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "trains", marks=pytest.mark.long),
+    ],
+)
 def test_an_interrupt_ends_every_process(folder: Path, number: int, doing: str) -> None:
     (folder / "pool.yaml").write_text(SMALL_POOL)
     job = start(folder, 500, "--nproc", "2", "data.max_length=256")

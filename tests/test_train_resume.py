@@ -1,4 +1,4 @@
-"""`hgraph train --resume`: interrupted on four ranks, gone on with on two, as if nothing had happened."""
+"""`hgraph train --resume`: interrupted on four ranks, gone on with on two, as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -62,10 +62,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "runtime.cli", "train", "config.yaml", *arguments]
+def train(folder: Path, num_ranks: int, processes: bool, *arguments: str) -> str:
+    """Trains over so many processes, or on as many simulated ranks in this one."""
+    count = num_ranks if processes else 1
+    words = ["config.yaml", f"num_processes={count}", *arguments]
+    if not processes:
+        return CliRunner().invoke(command, words, catch_exceptions=False).output
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    start = [sys.executable, "-m", "runtime.cli", "train", *words]
+    job = subprocess.run(start, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert job.returncode == 0, job.stderr
     return job.stdout
 
@@ -74,9 +79,12 @@ def lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.gloo
-def test_a_run_goes_on_under_another_pool(folder: Path) -> None:
-    out = train(folder, "checkpoint.background=true")
+@pytest.mark.parametrize(
+    "processes", [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.long])], ids=["simulated", "processes"]
+)
+def test_a_run_goes_on_under_another_pool(folder: Path, monkeypatch: pytest.MonkeyPatch, processes: bool) -> None:
+    monkeypatch.chdir(folder)
+    out = train(folder, 4, processes, "checkpoint.background=true")
     run = folder / "runs" / "tiny"
     summary = (run / "summary.txt").read_text()
     assert "steps per strategy" in summary and "tp2+tp1x2" in summary and "\x1b" not in summary
@@ -90,7 +98,7 @@ def test_a_run_goes_on_under_another_pool(folder: Path) -> None:
     (checkpoints / "step-000006.tmp").mkdir()
     text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(text[:5]) + text[5][:20])
-    out = train(folder, "--nproc", "2", "pool=other.yaml", "memory.max_tokens={tp1.pp2: 512}", "--resume")
+    out = train(folder, 2, processes, "pool=other.yaml", "memory.max_tokens={tp1.pp2: 512}", "--resume")
     assert "resumed from runs/tiny/checkpoints/step-000004" in out
     assert "step   5 " in out and "step   4 " not in out
     resumed = lines(run / "metrics.jsonl")
