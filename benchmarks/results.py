@@ -4,10 +4,12 @@
     python benchmarks/results.py --only 32b-64gpu        # settings whose name has this in it
     python benchmarks/results.py --page                  # the page alone, from what was run
     python benchmarks/results.py --again --batches 20    # everything anew, with so many timed batches
+    python benchmarks/results.py --propose               # our pools, too, are proposed anew
 
-A setting is a model on a number of GPUs, one of the four length samples, a context window and the tokens of a step.
-Pools lie in benchmarks/pools and were fixed before: `*.proposed.yaml` by `hgraph propose` (the first lines say how),
-`*.published.yaml` are those of the published planner. Everything depends on the seeds alone.
+A setting is a model on a number of GPUs, one of the four length samples, a context window and the tokens of a step
+(benchmarks/results_cases.py). Pools lie in benchmarks/pools: `proposed/` has one for each setting, made by `hgraph
+propose` where it is missing, from other batches than those that are timed; `*.published.yaml` are those of the
+published planner. Everything depends on the seeds alone, but for the CPU times.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the packages and `benchmarks` itself, from anywhere
 
+from benchmarks.results_cases import CLUSTER, Case, cases
 from benchmarks.results_page import page
+from benchmarks.results_pools import propose_pool
 from hgraph.analytic_cost import with_analytic
 from hgraph.communication_costs import CommunicationCosts, resized
 from hgraph.profile_file import read_profile_file
@@ -37,80 +40,9 @@ from strategies.simulation import Simulation, Workload, result_data
 ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT / "benchmarks" / "results" / "ladder.json"
 PAGE = ROOT / "docs" / "results.md"
-LENGTHS = ("commoncrawl-like", "github-like", "python-source", "web-docs")
-WINDOWS = (16_384, 32_768)
-CLUSTER = "8x8-a800"
-LARGER_SCHEMES = ("tp8.cp2", "tp8.cp4", "tp16.cp2", "tp16.cp4", "tp32", "tp16.pp2", "tp16.pp4")
-"""Schemes for the longest sequences on 1,024 GPUs; nobody measured them, so their costs are analytic."""
 CALIBRATION = 6
 SEED = 1_000
 """Not that of any proposal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A model on a number of GPUs, with the tokens of a step and how many batches are timed."""
-
-    name: str
-    profile: str
-    num_ranks: int
-    tokens: tuple[int, ...]
-    batches: int
-
-
-GROUPS = (
-    Group("7b-32gpu", "llama-7b.a800-80gb", 32, (100_000, 200_000), 8),
-    Group("13b-32gpu", "llama-13b.a800-80gb", 32, (100_000, 200_000), 8),
-    Group("32b-64gpu", "llama-32b.a800-80gb", 64, (100_000, 200_000), 8),
-    Group("32b-1024gpu", "llama-32b.a800-80gb", 1_024, (1_600_000,), 4),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One setting; `variant` names another pool of ours than the proposed one."""
-
-    group: Group
-    lengths: str
-    longest: int
-    tokens: int
-    variant: str = ""
-
-    @property
-    def name(self) -> str:
-        return "/".join(
-            part for part in (self.group.name, self.lengths, str(self.longest), str(self.tokens), self.variant) if part
-        )
-
-    @property
-    def pool(self) -> Path:
-        """The pool of our planner: proposed for the length set or for the whole group, or what `variant` says."""
-        if self.variant == "published":
-            return self.published
-        folder = ROOT / "benchmarks" / "pools"
-        if self.variant:
-            return folder / f"{self.group.name}.{self.variant}.yaml"
-        own = folder / f"{self.group.name}.{self.lengths}.proposed.yaml"
-        return own if own.exists() else folder / f"{self.group.name}.proposed.yaml"
-
-    @property
-    def published(self) -> Path:
-        """The published pool: one for the group, or one for each length set."""
-        folder = ROOT / "benchmarks" / "pools"
-        own = folder / f"{self.group.name}.{self.lengths}.published.yaml"
-        return own if own.exists() else folder / f"{self.group.name}.published.yaml"
-
-
-def cases() -> Iterator[Case]:
-    """Yields every setting of the page."""
-    for group in GROUPS:
-        for tokens in group.tokens:
-            for longest in WINDOWS:
-                for lengths in LENGTHS:
-                    yield Case(group, lengths, longest, tokens)
-                    if group.num_ranks == 1_024 and longest == WINDOWS[-1]:
-                        yield Case(group, lengths, longest, tokens, "published")
-                        yield Case(group, lengths, longest, tokens, "larger-schemes")
 
 
 class Runner:
@@ -124,9 +56,7 @@ class Runner:
     def run(self, case: Case) -> dict[str, Any]:
         """Returns the systems of a case as data."""
         topology = resized(load_topology(CLUSTER), case.group.num_ranks)
-        profile = read_profile_file(case.group.profile)
-        if case.variant == "larger-schemes":
-            profile = with_analytic(profile, LARGER_SCHEMES, topology)
+        profile = with_analytic(read_profile_file(case.group.profile), case.larger_schemes, topology)
         count = self.batches or case.group.batches
         workload = Workload(read_lengths(case.lengths), case.tokens, case.longest, count, CALIBRATION, SEED)
         simulation = Simulation(
@@ -139,7 +69,6 @@ class Runner:
             costs=self._costs(profile, topology.num_ranks),
         )
         result = simulation.run()
-        facts = {one.key: one.facts.longest_share for one in result.systems}
         return {
             "group": case.group.name,
             "lengths": case.lengths,
@@ -150,7 +79,7 @@ class Runner:
             "calibration": CALIBRATION,
             "seed": SEED,
             "pool": [strategy.name for strategy in simulation.pool.strategies],
-            "longest_share": facts,
+            "facts": {one.key: asdict(one.facts) for one in result.systems},
             "systems": result_data(result, REFERENCE, SEED),
         }
 
@@ -168,28 +97,41 @@ class Runner:
         return self.costs[key]
 
 
+def stored() -> dict[str, Any]:
+    """Returns the results that are there, by the name of their setting."""
+    found: dict[str, Any] = json.loads(STORE.read_text()) if STORE.exists() else {}
+    return found
+
+
+def page_text() -> str:
+    """Returns docs/results.md as the stored results have it."""
+    store = stored()
+    return page([store[case.name] for case in cases() if case.name in store])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TEXT", nargs="*", default=[""], help="settings whose name has a TEXT in it")
     parser.add_argument("--batches", type=int, help="timed batches of a setting")
     parser.add_argument("--again", action="store_true", help="run settings that are there already")
+    parser.add_argument("--propose", action="store_true", help="propose our pools anew; implies --again")
     parser.add_argument("--page", action="store_true", help="write the page, run nothing")
     options = parser.parse_args()
     if options.batches is not None and options.batches < 1:
         parser.error(f"--batches: expected 1 or more, got {options.batches}")
-    store: dict[str, Any] = json.loads(STORE.read_text()) if STORE.exists() else {}
+    store = stored()
     runner = Runner(options.batches)
-    chosen = [case for text in options.only for case in cases() if text in case.name]
-    for case in () if options.page else dict.fromkeys(chosen):
-        if case.name in store and not options.again:
+    chosen = dict.fromkeys(case for text in options.only for case in cases() if text in case.name)
+    for case in () if options.page else chosen:
+        if case.name in store and not options.again and not options.propose:
             continue
-        if not case.pool.exists():
-            print(f"{case.name}: left out, there is no {case.pool.name}", flush=True)
-            continue
-        store[case.name] = runner.run(case)
+        proposal = store.get(case.name, {}).get("proposal")
+        if case.variant != "published" and (options.propose or not case.pool.exists()):
+            proposal = propose_pool(case)
+        store[case.name] = {**runner.run(case), "proposal": proposal}
         STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
         print(f"{case.name}: done", flush=True)
-    PAGE.write_text(page([store[case.name] for case in cases() if case.name in store]))
+    PAGE.write_text(page_text())
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

@@ -28,35 +28,49 @@ class StepFacts:
 
     `longest_share`: the least time in which the replica that has the longest sequence can run it alone, over the step;
     `imbalance`: slowest replica over the mean; `fixed_share`: part of all replicas' time that is c; `padding_share`:
-    part of all tokens that is padding; `micro_batches`: their number.
+    part of all tokens that is padding; `slowest_padding_share`: the same of the slowest replica; `micro_batches`: their
+    number; `rank_ms`: what all micro-batches take, times the ranks that each occupies, in ms.
     """
 
     longest_share: float
     imbalance: float
     fixed_share: float
     padding_share: float
+    slowest_padding_share: float
     micro_batches: float
+    rank_ms: float
 
 
 def step_facts(parts: Sequence[Part], profile: Profile, lengths: Sequence[int]) -> StepFacts:
     """Returns the facts of one step."""
     longest = max(range(len(lengths)), key=lambda index: (lengths[index], -index))
-    longest_ms = total_ms = work_ms = fixed_ms = mean_ms = 0.0
-    tokens = count = 0
+    longest_ms = total_ms = work_ms = fixed_ms = mean_ms = rank_ms = 0.0
+    tokens = count = slowest_tokens = slowest_padding = 0
     for part in parts:
         own_ms = [flow_ms(work) for work in StepClock().works(part)]
         total_ms += max(own_ms)
         mean_ms += sum(own_ms) / len(own_ms)
+        slowest = part.replicas[own_ms.index(max(own_ms))]
+        slowest_tokens += sum(one.tokens for one in slowest)
+        slowest_padding += sum(one.tokens - sum(lengths[index] for index in one.sequences) for one in slowest)
         for replica, own in zip(part.strategy.replicas, part.replicas, strict=True):
             cost = profile.cost(replica.scheme)
-            work_ms += sum(one.ms for one in own)
+            busy_ms = sum(one.ms for one in own)
+            work_ms += busy_ms
+            rank_ms += busy_ms * replica.scheme.num_ranks
             fixed_ms += cost.c * len(own)
             tokens += sum(one.tokens for one in own)
             count += len(own)
             if any(longest in one.sequences for one in own):
                 longest_ms = replica.scheme.pp * cost.micro_batch_ms([lengths[longest]])
     return StepFacts(
-        longest_ms / total_ms, total_ms / mean_ms, fixed_ms / work_ms, 1.0 - sum(lengths) / tokens, float(count)
+        longest_ms / total_ms,
+        total_ms / mean_ms,
+        fixed_ms / work_ms,
+        1.0 - sum(lengths) / tokens,
+        slowest_padding / max(1, slowest_tokens),
+        float(count),
+        rank_ms,
     )
 
 
@@ -78,7 +92,9 @@ def rung_note(result: LadderResult, key: str) -> str:
 
 
 def _padding(result: LadderResult, key: str, before: str) -> str:
-    return f"padding was {result[before].facts.padding_share:.1%} of the tokens, and costs b without a"
+    was = result[before].facts
+    of_all, of_slowest = f"{was.padding_share:.1%} of all tokens", f"{was.slowest_padding_share:.1%} of those"
+    return f"padding was {of_all} and {of_slowest} of the slowest replica, and costs b without a"
 
 
 def _balance(result: LadderResult, key: str, before: str) -> str:
@@ -106,7 +122,8 @@ def _unequal(result: LadderResult, key: str, before: str) -> str:
 def _choice(result: LadderResult, key: str, before: str) -> str:
     counts = Counter(result[key].strategies)
     name, count = counts.most_common(1)[0]
-    text = f"{len(counts)} strategies in {len(result[key].strategies)} steps, {name} in {count}"
+    several = "one strategy" if len(counts) == 1 else f"{len(counts)} strategies"
+    text = f"{several} in {len(result[key].strategies)} steps, {name} in {count}"
     return text + _longest(result[key].facts)
 
 

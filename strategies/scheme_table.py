@@ -84,6 +84,10 @@ class SchemeTable:
         able_ST = (np.array(layouts) > 0) & (self.limit_T >= length)
         return np.asarray(np.where(able_ST, alone_T, np.inf).min(axis=1))
 
+    def num_ranks(self, layout: Layout) -> int:
+        """Returns the ranks of all replicas of a layout."""
+        return int(self.size_T @ np.array(layout))
+
     def holds(self, layout: Layout) -> int:
         """Returns the longest sequence that a layout can hold."""
         return int((self.limit_T * (np.array(layout) > 0)).max())

@@ -15,7 +15,7 @@ from hgraph.scheme_profile import ProfileFile
 from hgraph.step_parts import Part, StepClock, check_parts
 from hgraph.strategy import Pool, Replica, Scheme, Strategy
 from hgraph.topology import Link, uniform
-from strategies.baselines import assign_balanced_finely, assign_packs
+from strategies.baselines import assign_balanced_finely, assign_packs, assign_padded_packs
 from strategies.intervals import mean_interval, ratio_interval
 from strategies.ladder import entries, homogeneous_strategies, run_ladder
 from strategies.ladder_facts import rung_note, step_facts
@@ -164,6 +164,13 @@ class TestFactsAndNotes:
         assert facts.imbalance == pytest.approx(2.0)
         assert facts.fixed_share == pytest.approx(18.0 / whole_ms)
         assert (facts.padding_share, facts.micro_batches) == (0.0, 1.0)
+        assert facts.rank_ms == pytest.approx(2 * whole_ms)
+
+    def test_padding_on_replicas_that_wait_anyway(self) -> None:
+        part = assign_padded_packs(strategy("2xtp2", 2, 2), PROFILE, [2_400, 400], 2_400)
+        facts = step_facts((part,), PROFILE, [2_400, 400])
+        assert facts.padding_share == pytest.approx(2_000 / 4_800)
+        assert facts.slowest_padding_share == 0.0
 
     def test_notes_say_what_decides(self) -> None:
         here = setting()
@@ -174,7 +181,7 @@ class TestFactsAndNotes:
         assert rung_note(result, "static").startswith("gains")
         assert "the longest sequence alone takes" in rung_note(result, "balanced")
         assert "and bounds it" in rung_note(result, "pool")
-        assert "1 strategies in 2 steps, tp4 in 2" in rung_note(result, "pool")
+        assert "one strategy in 2 steps, tp4 in 2" in rung_note(result, "pool")
 
 
 class TestIntervals:
