@@ -98,6 +98,19 @@ def test_estimates_are_near_the_planner(lengths: list[int]) -> None:
         assert 0.75 * estimated_ms <= real_ms <= 1.1 * estimated_ms
 
 
+def test_several_sequences_at_once_are_spread_as_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 512 ranks eight go at once, unless one of them would wait for a long sequence while another is done."""
+    table = small_table(512)
+    layouts = [(128, 64, 32, 48), (0, 128, 0, 64), (0, 0, 0, 128), (480, 0, 0, 8), (512, 0, 0, 0)]
+    many = np.random.default_rng(1).lognormal(5.0, 0.8, size=1_500).astype(np.int64).clip(1, 290).tolist()
+    few = [1900, *[1000] * 8, *[10] * 300]
+    at_once = [estimate_ms(table, layouts, lengths) for lengths in (many, few)]
+    monkeypatch.setattr("strategies.layout_estimate.RANKS_AT_ONCE", 10_000)
+    one_by_one = [estimate_ms(table, layouts, lengths) for lengths in (many, few)]
+    assert np.array(at_once) == pytest.approx(np.array(one_by_one), rel=0.005)
+    assert np.isinf(at_once).tolist() == [[False] * 5, [False] * 4 + [True]]
+
+
 # Mixes
 
 
