@@ -25,6 +25,7 @@ def propose_pool(case: Case) -> dict[str, Any]:
         "--tokens": case.tokens,
         "--longest": case.longest,
         "--batches": case.group.proposed_by,
+        "--communication": "overlapped",
         "--out": case.pool,
     }
     flags = ["--force", "--json"]

@@ -7,6 +7,9 @@
 3. The planner of training plans each batch with each finalist that is near the fastest there.
 4. The pool is chosen among the finalists by those times.
 
+With a clock that counts communication, the layouts of equal replicas are finalists too, every finalist is charged what
+communication adds to its plan of one batch, and plans are timed by that clock; the search itself knows nothing of it.
+
 A pool must hold the longest sequence that may come, sampled or not: one more batch with it is scored with a small
 weight. Everything is a function of the arguments: no clock, no randomness. An interrupt ends the search; the pool is
 then chosen from what was found.
@@ -21,7 +24,9 @@ from typing import TypeAlias
 import numpy as np
 
 from hgraph.errors import InvalidInput
+from hgraph.plan import StepPlan
 from hgraph.profile import Profile
+from hgraph.step_parts import StepClock, planned_part
 from hgraph.strategy import Pool, Strategy
 from hgraph.topology import Topology
 from strategies.layout_estimate import estimate_ms
@@ -52,15 +57,25 @@ def propose(
     longest: int,
     options: ProposalOptions | None = None,
     progress: Progress | None = None,
+    clock: StepClock | None = None,
 ) -> Proposal:
     """Returns the pool for `batches` of sampled lengths; it can hold a sequence of `longest` tokens.
+
+    `clock` times the plans; without one, computation alone counts.
 
     Raises `InvalidInput` where no layout can hold it; `KeyboardInterrupt` only before the first batch was searched.
     """
     if not batches:
         raise InvalidInput("propose: expected at least one sampled batch, got none")
     search = _ProposalSearch(
-        table, profile, topology, batches, longest, options or ProposalOptions(), progress or _quiet
+        table,
+        profile,
+        topology,
+        batches,
+        longest,
+        options or ProposalOptions(),
+        progress or _quiet,
+        clock or StepClock(),
     )
     try:
         search.run()
@@ -82,13 +97,21 @@ def judge(
     longest: int,
     options: ProposalOptions | None = None,
     progress: Progress | None = None,
+    clock: StepClock | None = None,
 ) -> Proposal:
     """Returns what `propose` says, for a pool of exactly these layouts.
 
     Raises `InvalidInput` where they cannot hold `longest` or a layout does not fit onto the nodes.
     """
     search = _ProposalSearch(
-        table, profile, topology, batches, longest, options or ProposalOptions(), progress or _quiet
+        table,
+        profile,
+        topology,
+        batches,
+        longest,
+        options or ProposalOptions(),
+        progress or _quiet,
+        clock or StepClock(),
     )
     search.given = tuple(layouts)
     search.scored = batches
@@ -98,9 +121,13 @@ def judge(
 
 
 def planned_ms(strategy: Strategy, profile: Profile, lengths: Batch, num_ranks: int) -> float:
-    """Returns the step time in ms of a strategy by the planner, without its solver."""
+    """Returns the step time in ms of a strategy by the planner, without its solver and without communication."""
+    return _plan(strategy, profile, lengths, num_ranks).predicted_ms
+
+
+def _plan(strategy: Strategy, profile: Profile, lengths: Batch, num_ranks: int) -> StepPlan:
     options = PlannerOptions(program=False, gap=float("inf"))
-    return plan_step(Pool(num_ranks, (strategy,)), profile, lengths, options=options).predicted_ms
+    return plan_step(Pool(num_ranks, (strategy,)), profile, lengths, options=options)
 
 
 def _quiet(what: str, done: int, total: int) -> None:
@@ -118,6 +145,7 @@ class _ProposalSearch:
     longest: int
     options: ProposalOptions
     progress: Progress
+    clock: StepClock
     candidates: dict[Layout, None] = field(default_factory=dict)
     scored: Sequence[Batch] = ()
     placed: dict[Layout, Strategy] = field(default_factory=dict)
@@ -164,8 +192,13 @@ class _ProposalSearch:
             rows = choose_pool(times_SB, self.weights_B(), most=max(self.options.finalists, self.most)).members
         self.static, static_row = self._best_static(layouts, times_SB)
         rows = (*rows, static_row) if static_row not in rows else rows
+        if self.clock.communication != "none" and not self.given:
+            equal = {layouts.index(layout) for layout in self._equal() if layout in layouts}
+            rows = (*rows, *sorted(equal - set(rows)))
         self.finalists = [layouts[row] for row in rows]
         self.times_FB = times_SB[list(rows)]
+        if self.clock.communication != "none":
+            self.times_FB += np.array([self._added_ms(row) for row in range(len(rows))])[:, None]
 
     def _placed_layouts(self) -> list[Layout]:
         """Returns the layouts to score that fit onto the nodes: those found, or given, and those of equal replicas."""
@@ -174,8 +207,25 @@ class _ProposalSearch:
                 name = layout_text(self.table.schemes, layout)
                 raise InvalidInput(f"propose: {name} does not fit onto the nodes of {self.topology.name}")
         found = self.given or {*self.candidates, *self._holders()}
-        layouts = sorted({*found, *self.table.homogeneous(self.topology.num_ranks)})
+        layouts = sorted({*found, *self._equal()})
         return [layout for layout in layouts if self._strategy(layout) is not None]
+
+    def _equal(self) -> list[Layout]:
+        return self.table.homogeneous(self.topology.num_ranks)
+
+    def _added_ms(self, row: int) -> float:
+        """Returns what communication adds to the plan of a finalist for the first batch that it holds."""
+        held = np.flatnonzero(np.isfinite(self.times_FB[row]))
+        if not held.size:
+            return 0.0
+        batch = self._columns()[int(held[0])]
+        plan = _plan(self.placed[self.finalists[row]], self.profile, batch, self.topology.num_ranks)
+        return self._timed_ms(row, batch, plan) - plan.predicted_ms
+
+    def _timed_ms(self, row: int, batch: Batch, plan: StepPlan) -> float:
+        if self.clock.communication == "none":
+            return plan.predicted_ms
+        return self.clock.ms((planned_part(plan, self.placed[self.finalists[row]], self.profile, batch),))
 
     @property
     def most(self) -> int:
@@ -220,9 +270,8 @@ class _ProposalSearch:
                 work += sum(layout) * len(batch)
                 if work > self.options.max_work:
                     return
-                self.times_FB[row, number] = planned_ms(
-                    self.placed[layout], self.profile, batch, self.topology.num_ranks
-                )
+                plan = _plan(self.placed[layout], self.profile, batch, self.topology.num_ranks)
+                self.times_FB[row, number] = self._timed_ms(row, batch, plan)
                 self.num_planned += 1
         self.progress("planning", len(columns), len(columns))
 

@@ -10,6 +10,7 @@ import pytest
 
 import strategies.propose
 from hgraph.memory_model import DeviceSizes, ModelSizes
+from hgraph.plan import StepPlan
 from hgraph.profile_file import ProfileFile, SchemeProfile, write_profile_file
 from hgraph.strategy_file import load_pool
 from tests.command_line import TWO_NODES, hgraph, message
@@ -95,6 +96,15 @@ def test_more_nodes_like_those_of_a_cluster() -> None:
     assert "analytic costs depend on the links" in message(*SMALL, "--also", "tp1.cp2", "--force")
 
 
+def test_communication_on_request() -> None:
+    cluster = ("--cluster", "cluster.yaml", "--ranks", "8", "--communication", "overlapped")
+    data = proposed(*SMALL[:-6], *cluster, "--tokens", "4000", "--batches", "2", "--longest", "1500")
+    assert data["communication"] == "overlapped"
+    assert ", overlapped communication counted." in Path("pool.yaml").read_text()
+    text = message(*SMALL, "--communication", "serial", "--force")
+    assert "--communication serial: it depends on links and sizes; give --cluster" in text
+
+
 def test_what_is_refused() -> None:
     assert "expected the cluster: --cluster NAME|FILE, --ranks N, or both" in message(*BASE, "--tokens", "100")
     assert "expected a multiple of 4" in message(*BASE, "--ranks", "6", "--tokens", "100")
@@ -114,14 +124,14 @@ def test_a_longest_sequence_that_no_scheme_holds() -> None:
 
 def test_an_interrupt_writes_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
-    real = strategies.propose.planned_ms
+    real = strategies.propose.plan_step
 
-    def interrupted(*arguments: Any) -> float:
+    def interrupted(*arguments: Any, **options: Any) -> StepPlan:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
-    monkeypatch.setattr(strategies.propose, "planned_ms", interrupted)
+    monkeypatch.setattr(strategies.propose, "plan_step", interrupted)
     result = hgraph(*SMALL)
     assert result.exit_code == 130
     assert "interrupted; the best pool so far is in pool.yaml" in result.stderr

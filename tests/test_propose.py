@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hgraph.communication_costs import CommunicationCosts
 from hgraph.errors import InvalidInput
+from hgraph.memory_model import ModelSizes
+from hgraph.step_parts import StepClock
 from hgraph.strategy_file import check_pool_text, write_pool
+from hgraph.topology import Link, uniform
 from strategies.length_data import LengthData, read_lengths, sample_batches
 from strategies.proposal import Proposal, ProposalOptions
 from strategies.propose import judge, planned_ms, propose
@@ -54,6 +58,25 @@ def test_it_beats_equal_replicas_on_batches_it_has_not_seen() -> None:
     table, unseen = small_table(), drawn(seed=7)
     static = judge(table, profile(), nodes(), unseen, [(0, 0, 0, 2)], longest=2000)
     assert held_out_ms(proposal, unseen) < 0.9 * static.mean_ms
+
+
+def test_a_clock_that_counts_communication_decides() -> None:
+    """Each rank of a small replica gets more of the model; over slow links that costs more than it saves."""
+    slow = uniform("slow", 2, 4, Link(1e-4, 0), Link(1.0, 0))
+    costs = CommunicationCosts(ModelSizes(4, 64, 192, 4, 256), slow, planned_ranks=0)
+    alone, timed = (
+        propose(
+            small_table(), profile(), nodes(), drawn(2, longest=800), longest=800, clock=clock,
+            options=ProposalOptions(kept=6, finalists=8, size=1),
+        )
+        for clock in (None, StepClock("serial", costs))
+    )  # fmt: skip
+    assert alone.strategies[0].name != "tp4x2"
+    (strategy,) = timed.pool.strategies
+    assert strategy.name == "tp4x2"
+    bridges_ms = sum(costs.bridge_ms(strategy, kind) for kind in ("parameters", "gradients"))
+    computed_ms = np.mean([planned_ms(strategy, profile(), batch, 8) for batch in drawn(2, longest=800)])
+    assert timed.mean_ms == pytest.approx(computed_ms + bridges_ms)
 
 
 def test_it_says_what_each_strategy_is_worth() -> None:

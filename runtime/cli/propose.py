@@ -21,6 +21,7 @@ from hgraph.topology_file import ASSUMED_LOCAL, ASSUMED_NETWORK
 from runtime.cli.options import check_folder, json_option, load_cluster, out, print_json, table
 
 if TYPE_CHECKING:
+    from hgraph.step_parts import Communication, StepClock
     from strategies.length_data import AboveLongest, LengthData
     from strategies.proposal import Proposal, ProposalOptions
     from strategies.propose import Progress
@@ -30,7 +31,7 @@ __all__ = ["command"]
 
 INTERRUPTED = 130
 
-_AS_ASKED = ("tokens", "seed", "method", "length_step", "with_cp", "across_nodes")
+_AS_ASKED = ("tokens", "seed", "method", "length_step", "with_cp", "across_nodes", "communication")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class _Request:
     length_step: int
     with_cp: bool
     across_nodes: bool
+    communication: Communication
 
 
 @click.command(name="propose")
@@ -82,6 +84,13 @@ class _Request:
 @click.option("--with-cp", is_flag=True, help="Use context parallelism: such a pool can be planned, not trained yet.")
 @click.option("--across-nodes", is_flag=True, help="Use stages wider than a node whose costs are only analytic, too.")
 @click.option("--also", metavar="SCHEMES", help="Schemes nobody measured, with analytic costs: tp8.cp2,tp16.pp2.")
+@click.option(
+    "--communication",
+    type=click.Choice(["none", "overlapped", "serial"]),
+    default="none",
+    show_default=True,
+    help="Choose by times with messages and bridges, as hgraph simulate has them; bridges are counted by bytes.",
+)
 @json_option
 def command(out_path: str, force: bool, as_json: bool, **asked: Any) -> None:
     """Propose a pool of strategies for a cluster, ready to train.
@@ -128,6 +137,11 @@ def _request(asked: dict[str, Any]) -> _Request:
             raise InvalidInput(f"{option}: expected 1 or more, got {asked[name]}")
     costs, data = read_profile_file(asked["profile"]), read_lengths(asked["lengths"])
     topology = _topology(asked["cluster"], asked["ranks"], costs)
+    if asked["communication"] != "none" and (asked["cluster"] is None or costs.model is None):
+        lacks = (
+            "give --cluster" if asked["cluster"] is None else f"{asked['profile']} has no `model`, whose sizes it needs"
+        )
+        raise InvalidInput(f"--communication {asked['communication']}: it depends on links and sizes; {lacks}")
     if asked["also"] is not None:
         costs = _with_analytic(costs, asked["also"], topology, asked["cluster"])
     longest = asked["longest"]
@@ -225,11 +239,12 @@ def _proposal(request: _Request, schemes: SchemeTable) -> Proposal:
     batches = sample_batches(
         request.data, tokens=request.tokens, longest=request.longest, count=request.num_batches, seed=request.seed
     )
+    clock = _clock(request)
     with _progress() as progress:
         if request.method == "search":
             return propose(
                 schemes, profile, request.topology, batches,
-                longest=request.longest, options=request.options, progress=progress,
+                longest=request.longest, options=request.options, progress=progress, clock=clock,
             )  # fmt: skip
         plans = published_layouts(
             schemes, request.topology.num_ranks, request.data.lengths,
@@ -238,8 +253,18 @@ def _proposal(request: _Request, schemes: SchemeTable) -> Proposal:
         layouts = list(dict.fromkeys(plan.layout for plan in plans))
         return judge(
             schemes, profile, request.topology, batches, layouts,
-            longest=request.longest, options=request.options, progress=progress,
+            longest=request.longest, options=request.options, progress=progress, clock=clock,
         )  # fmt: skip
+
+
+def _clock(request: _Request) -> StepClock:
+    from hgraph.communication_costs import CommunicationCosts
+    from hgraph.step_parts import StepClock
+
+    if request.communication == "none":
+        return StepClock()
+    assert request.costs.model is not None
+    return StepClock(request.communication, CommunicationCosts(request.costs.model, request.topology, planned_ranks=0))
 
 
 @contextlib.contextmanager
@@ -268,8 +293,12 @@ def _header(request: _Request, proposal: Proposal) -> str:
         f"# Proposed by hgraph propose (--method {request.method}) for {request.topology.num_ranks} ranks: costs\n"
         f"# {request.profile}, lengths {request.lengths} cut at {request.longest}, "
         f"{request.tokens} tokens a step, {proposal.num_batches} batches of seed {request.seed}.\n"
-        f"# Mean predicted step: {proposal.mean_ms:.0f} ms, without bridges.\n"
+        f"# Mean predicted step: {proposal.mean_ms:.0f} ms, {_counted(request)}.\n"
     )
+
+
+def _counted(request: _Request) -> str:
+    return "without bridges" if request.communication == "none" else f"{request.communication} communication counted"
 
 
 def _show(request: _Request, proposal: Proposal, left_out: dict[str, str], above: AboveLongest, path: str) -> None:
@@ -290,8 +319,8 @@ def _show(request: _Request, proposal: Proposal, left_out: dict[str, str], above
     click.echo(f"mean ms by number of strategies: {sizes}")
     gained = "" if proposal.static_ms is None else f" ({proposal.static_ms / proposal.mean_ms:.2f} times as long)"
     click.echo(
-        f"mean predicted step {proposal.mean_ms:,.0f} ms, without bridges; best layout of equal replicas, balanced by "
-        f"the same planner: {proposal.static}, {_ms(proposal.static_ms, 'not for every batch')} ms{gained}; "
+        f"mean predicted step {proposal.mean_ms:,.0f} ms, {_counted(request)}; best layout of equal replicas, balanced "
+        f"by the same planner: {proposal.static}, {_ms(proposal.static_ms, 'not for every batch')} ms{gained}; "
         f"all {proposal.num_candidates:,} candidates together, as estimated: {proposal.every_ms:,.0f} ms; "
         f"{proposal.num_planned:,} plans made"
     )
@@ -306,6 +335,7 @@ def _as_data(
         "ranks": request.topology.num_ranks,
         "tokens": request.tokens,
         "seed": request.seed,
+        "communication": request.communication,
         "lengths": {"source": request.data.source, **asdict(above)},
         "left_out": left_out,
         "strategies": [
