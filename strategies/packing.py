@@ -1,6 +1,7 @@
 """Packing: which micro-batches one replica makes of its sequences, and in which order it runs them.
 
-With pp = 1 only the number of micro-batches matters (each costs c), so it is made as small as the two packers get it.
+With pp = 1 only the number of micro-batches matters (each costs c), so it is made as small as the two packers get it;
+what the finished plan runs is evened out (`evened`).
 With pp > 1 more micro-batches cost c each and shorten the pipeline's ramp: numbers around the one that the closed form
 of a load names are tried, up and down as long as that helps: balanced longest first under the token limit and ordered
 by simulating the schedule in use, and in the shape that 1F1B runs fastest (`strategies/shapes.py`). All choices are
@@ -23,7 +24,7 @@ from hgraph.simulate import schedules_ms
 from strategies.cost import ReplicaKind
 from strategies.shapes import shaped_bins
 
-__all__ = ["Packer", "Packing", "fewest_bins", "fewest_bins_bound", "ordered", "refine"]
+__all__ = ["Packer", "Packing", "evened", "fewest_bins", "fewest_bins_bound", "ordered", "refine"]
 
 MAX_REFINED_SIZE = 400
 MAX_SWAPPED = 24
@@ -247,6 +248,24 @@ def refine(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> Packi
                 best, improved = _reordered(kind, lengths, Packing(groups, ms, kind.flow_ms(times_ms))), True
                 break
     return best
+
+
+def evened(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> Packing:
+    """Returns a packing of one stage in as many micro-batches of about equal time, the two longest at the ends.
+
+    It takes as long, since with pp = 1 only their number matters. But bridges hide behind computation: parameters
+    arrive during the first forward pass and gradients leave during the last backward pass, so neither should be short.
+    Packings of several stages, and those whose sequences find no room this way, keep their micro-batches.
+    """
+    count = len(packing.groups)
+    if kind.pp > 1 or count < 2:
+        return packing
+    groups = _balanced_bins(kind, lengths, [kind.cost.sequence_ms(length) for length in lengths], count)
+    if groups is None or len(groups) < count:
+        groups = packing.groups
+    times_ms = kind.micro_batch_ms([lengths[position] for position in group] for group in groups)
+    *others, second, longest = sorted(range(count), key=lambda index: (times_ms[index], index))
+    return Packing(tuple(groups[index] for index in (second, *others, longest)), packing.ms, packing.flow_ms)
 
 
 def _reordered(kind: ReplicaKind, lengths: Sequence[int], packing: Packing) -> Packing:

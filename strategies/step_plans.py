@@ -9,6 +9,7 @@ from hgraph.profile import Profile
 from hgraph.strategy import Strategy
 from strategies.cost import ReplicaKind
 from strategies.heuristic import Assignment
+from strategies.packing import evened
 from strategies.search import EQUAL, Planned, Search, replica_plans
 
 __all__ = ["empty_plan", "step_plan"]
@@ -27,7 +28,7 @@ def step_plan(
     return StepPlan(
         step=step,
         strategy=best.strategy.name,
-        replicas=_renumbered(best.assignment, order),
+        replicas=_renumbered(_evened(best.assignment, best.kinds, search.lengths), order),
         predicted_ms=best.step_ms,
         bound_ms=search.bound_ms,
         gap=search.gap,
@@ -49,6 +50,15 @@ def empty_plan(step: int, strategies: Sequence[Strategy], profile: Profile) -> S
     )
     replicas = (ReplicaPlan((), 0.0),) * len(taken.replicas)
     return StepPlan(step, taken.name, replicas, least_ms, least_ms, 0.0, "none: an empty batch", candidates)
+
+
+def _evened(assignment: Assignment, kinds: Sequence[ReplicaKind], lengths: Sequence[int]) -> Assignment:
+    """Returns the assignment with micro-batches behind which bridges hide best, at the same times."""
+    packings = (
+        evened(kind, [lengths[index] for index in own], packing)
+        for kind, own, packing in zip(kinds, assignment.indices, assignment.packings, strict=True)
+    )
+    return Assignment(assignment.indices, tuple(packings))
 
 
 def _renumbered(assignment: Assignment, order: Sequence[int]) -> tuple[ReplicaPlan, ...]:

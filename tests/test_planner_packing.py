@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hgraph.profile import SchemeCost
 from strategies.cost import ReplicaKind
-from strategies.packing import Packer, fewest_bins, fewest_bins_bound, refine
+from strategies.packing import Packer, evened, fewest_bins, fewest_bins_bound, refine
 from tests.planner_reference import best_replica_ms, event_driven_ms, partitions, random_kind
 
 
@@ -66,11 +66,26 @@ def test_a_packing_holds_every_sequence_once_within_the_limit(
     lengths.sort(reverse=True)
     kind = kind_of(pp, schedule, a=1e-3, c=c, limit=200)
     packing = Packer().pack(kind, tuple(lengths))
-    packing = refine(kind, lengths, packing)
+    packing = evened(kind, lengths, refine(kind, lengths, packing))
     assert sorted(position for group in packing.groups for position in group) == list(range(len(lengths)))
     assert all(group and sum(lengths[position] for position in group) <= 200 for group in packing.groups)
     times_ms = [kind.cost.micro_batch_ms([lengths[position] for position in group]) for group in packing.groups]
     assert packing.ms == pytest.approx(event_driven_ms(schedule, pp, times_ms), rel=1e-9, abs=1e-9)
+
+
+def test_micro_batches_of_one_stage_are_evened_out_with_the_longest_at_the_ends() -> None:
+    """Best fit leaves a micro-batch of 10 tokens at the end, behind which no gradient would hide."""
+    kind = kind_of(pp=1, a=0.0, c=3.0, limit=200)
+    lengths = (90, 60, 50, 50, 50, 50, 30, 20, 10)
+    packed = Packer().pack(kind, lengths)
+    packing = evened(kind, lengths, packed)
+    tokens = [sum(lengths[position] for position in group) for group in packing.groups]
+    assert len(packing.groups) == len(packed.groups) == 3
+    assert max(tokens) - min(tokens) <= 20
+    assert tokens[1] == min(tokens) and tokens[2] == max(tokens)
+    assert (packing.ms, packing.flow_ms) == (packed.ms, packed.flow_ms)
+    staged = Packer().pack(kind_of(pp=2, a=0.0, c=3.0, limit=200), lengths)
+    assert evened(kind_of(pp=2, a=0.0, c=3.0, limit=200), lengths, staged) is staged
 
 
 def test_no_sequence_is_no_micro_batch() -> None:
