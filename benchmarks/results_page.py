@@ -43,8 +43,8 @@ SHORT = {
 RUNGS = ("static", "balanced", "fine", "planned", "unequal", "pool")
 
 
-def page(results: Sequence[Result]) -> str:
-    """Returns the page in markdown; results are in the order of the page."""
+def page(results: Sequence[Result], num_missing: int = 0) -> str:
+    """Returns the page in markdown; results are in the order of the page, `num_missing` settings were not run yet."""
     main = [result for result in results if not result["variant"]]
     if not main:
         return HEAD.read_text().format(seed="-", calibration="-", batches="none yet")
@@ -52,6 +52,8 @@ def page(results: Sequence[Result]) -> str:
     text = HEAD.read_text().format(
         seed=main[0]["seed"], calibration=main[0]["calibration"], batches=" or ".join(map(str, counts))
     )
+    if num_missing:
+        text += f"\n{num_missing} settings were not run yet; `python benchmarks/results.py` runs what is missing.\n"
     lines = [text, *_totals(main), *_rungs(main), *_proposals(results)]
     lines += large_section([result for result in results if result["group"] == "32b-1024gpu"])
     for name, own in groupby(main, key=lambda result: result["group"]):
