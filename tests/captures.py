@@ -73,8 +73,8 @@ def shared_compile_scheme(
 def signature(model: nn.Module, loss: Callable[..., Any]) -> Hashable | None:
     """Returns all that a capture can depend on, values of parameters left out; None where that cannot be told.
 
-    That is so for a loss that is no plain function, for modules with hooks, and for attributes without a text of their
-    own (an object's text has its address).
+    That is so for a loss that is no plain function, for modules with hooks, and for attributes without a full text of
+    their own (an object's has its address, a large tensor's is cut short).
     """
     if not isinstance(loss, types.FunctionType) or loss.__closure__ is not None:
         return None
@@ -83,7 +83,7 @@ def signature(model: nn.Module, loss: Callable[..., Any]) -> Hashable | None:
     for path, module in model.named_modules(remove_duplicate=False):
         hooks = [value for name, value in vars(module).items() if name.endswith("_hooks") and value]
         texts = [f"{name}={value!r}" for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
-        if hooks or any(" at 0x" in text for text in texts):
+        if hooks or any(" at 0x" in text or "tensor(" in text for text in texts):
             return None
         parts.append((path, type(module), tuple(texts)))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
