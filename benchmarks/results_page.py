@@ -139,8 +139,11 @@ def _rungs(results: Sequence[Result]) -> list[str]:
 def _proposals(results: Sequence[Result]) -> list[str]:
     """What proposing the pools took."""
     rows = []
-    made = [result for result in results if result.get("proposal")]
-    for (name, variant), own in groupby(made, key=lambda result: (result["group"], result["variant"])):
+    made: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        if result.get("proposal"):
+            made.setdefault((result["group"], result["variant"]), []).append(result)
+    for (name, variant), own in made.items():
         found = [(result["proposal"], len(result["pool"])) for result in own]
         times = [proposal["cpu_s"] for proposal, _ in found]
         sizes = [size for _, size in found]
