@@ -11,14 +11,19 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+import hgraph.capture
+import runtime.cli.options
 import runtime.program
 from hgraph.capture import Captured, LossFunction, capture
 from hgraph.strategy import Scheme
 from passes.pipelines import CompiledScheme, Dump, compile_scheme, normalized
+from runtime.cli.options import captured_model
+from runtime.config import RunConfig
 
 __all__ = ["share_captures", "shared_capture", "shared_compile_scheme", "shared_normalized", "signature"]
 
@@ -32,6 +37,7 @@ def share_captures() -> None:
     runtime.program.capture = shared_capture
     runtime.program.normalized = shared_normalized
     runtime.program.compile_scheme = shared_compile_scheme
+    runtime.cli.options.captured_model = shared_captured_model
 
 
 @functools.wraps(capture)
@@ -42,6 +48,12 @@ def shared_capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str,
     if key not in _captured:
         _captured[key] = capture(model, loss)
     return _captured[key]
+
+
+@functools.wraps(captured_model)
+def shared_captured_model(config: RunConfig) -> tuple[nn.Module, Captured]:
+    with mock.patch.object(hgraph.capture, "capture", shared_capture):
+        return captured_model(config)
 
 
 @functools.wraps(normalized)

@@ -243,9 +243,10 @@ MODELS = [
         lambda: llama(hidden=24, ffn=25, vocab_size=31, layers=1),
         ["layers.1.mlp.up_proj.weight: [25, 24] in the checkpoint, the model has no such parameter"],
     ),
-    (
+    pytest.param(
         lambda: llama(hidden=24, ffn=25, vocab_size=31, layers=3),
         ["layers.2.mlp.up_proj.weight: [25, 24] in the model, the checkpoint has no such parameter"],
+        marks=pytest.mark.long,
     ),
     (_frozen, ["embed.weight: trained in the checkpoint, frozen in the model"]),
 ]
@@ -395,7 +396,7 @@ def kill_while_saving(folder: Path, count: int, seed: int, *how: str) -> list[st
 @pytest.mark.parametrize(
     ("count", "how"),
     [
-        (6, ()),
+        (3, ()),
         pytest.param(6, ("background",), marks=pytest.mark.long),
         pytest.param(40, (), marks=pytest.mark.long),
         pytest.param(40, ("background",), marks=pytest.mark.long),

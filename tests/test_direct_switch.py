@@ -46,7 +46,7 @@ POOL = pool(
     strategy("one rank", U(1)),
 )
 NAMES = [one.name for one in POOL.strategies]
-VOCABULARY = 61
+VOCABULARY = 31
 
 
 def table_loss(model: nn.Module, packed: Packed) -> torch.Tensor:

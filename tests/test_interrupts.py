@@ -192,7 +192,8 @@ with hg.compile(model, loss, hg.parse_pool(POOL, "pool"), profile=profile) as pr
 
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("doing", ["trains", pytest.param("calibrates", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("doing", ["trains", "calibrates"])
 def test_an_interrupt_ends_the_script_of_a_user_under_torchrun(tmp_path: Path, start: Start, doing: str) -> None:
     """Nothing of ours handles signals there: ranks leave what they wait in, and the planner ends with them."""
     (tmp_path / "script.py").write_text(SCRIPT)

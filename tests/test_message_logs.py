@@ -34,7 +34,7 @@ POOL = pool(
     strategy("three idle ranks", U(1)),
 )
 NAMES = [one.name for one in POOL.strategies]
-VOCABULARY = 61
+VOCABULARY = 31
 # A long sequence fits tp2 and its pipeline alone: the second of three steps needs another strategy.
 LIMITS = {"tp1": 20, "tp2": 20, "tp2.pp2": 100, "tp3+tp1(1,1)": 20, str(POOL.schemes[-1]): 20}
 

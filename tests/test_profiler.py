@@ -274,6 +274,7 @@ class TestCommand:
         monkeypatch.setattr("runtime.cli.profile._measured", None)
         assert expected in message("profile", *options)
 
+    @pytest.mark.long
     @pytest.mark.gloo
     def test_over_processes(self) -> None:
         command = [sys.executable, "-m", "runtime.cli", "profile", "--pool", "two.yaml", "--nproc", "2", *TINY]

@@ -182,6 +182,7 @@ def test_a_pool_for_another_number_of_ranks_is_refused(folder: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_an_error_of_all_ranks_is_shown_once(folder: Path) -> None:
     (folder / "pool.yaml").write_text(SMALL_POOL)
     job = start(folder, 3, "--nproc", "2", "memory.budget_mib=0.001", "memory.max_tokens={}")

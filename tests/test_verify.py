@@ -265,6 +265,7 @@ def test_the_tiny_model_keeps_layers_and_heads() -> None:
     assert tiny(own) is own
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_the_command_over_real_processes(folder: Path) -> None:
     command = [sys.executable, "-m", "runtime.cli", "verify", "--config", str(folder / "run.yaml")]
