@@ -81,7 +81,10 @@ def test_labels_that_nothing_looks_up_are_of_the_vocabulary() -> None:
     lookups = lookups_of(shared_normalized(shared_capture(gpt(layers=1), loss)))
     assert [lookup.size for lookup in lookups if lookup.field == "labels"] == [61]
     assert (vocabulary(lookups), longest_sequence(lookups)) == (61, 128)
-    assert longest_sequence(lookups_of(shared_normalized(shared_capture(llama(layers=1, vocab_size=31), language_loss)))) is None
+    assert (
+        longest_sequence(lookups_of(shared_normalized(shared_capture(llama(layers=1, vocab_size=31), language_loss))))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
