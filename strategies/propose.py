@@ -67,16 +67,7 @@ def propose(
     """
     if not batches:
         raise InvalidInput("propose: expected at least one sampled batch, got none")
-    search = _ProposalSearch(
-        table,
-        profile,
-        topology,
-        batches,
-        longest,
-        options or ProposalOptions(),
-        progress or _quiet,
-        clock or StepClock(),
-    )
+    search = _search(table, profile, topology, batches, longest, options, progress, clock)
     try:
         search.run()
     except KeyboardInterrupt:
@@ -103,21 +94,26 @@ def judge(
 
     Raises `InvalidInput` where they cannot hold `longest` or a layout does not fit onto the nodes.
     """
-    search = _ProposalSearch(
-        table,
-        profile,
-        topology,
-        batches,
-        longest,
-        options or ProposalOptions(),
-        progress or _quiet,
-        clock or StepClock(),
-    )
+    search = _search(table, profile, topology, batches, longest, options, progress, clock)
     search.given = tuple(layouts)
     search.scored = batches
     search.finish()
     search.plan()
     return search.proposal()
+
+
+def _search(
+    table: SchemeTable,
+    profile: Profile,
+    topology: Topology,
+    batches: Sequence[Batch],
+    longest: int,
+    options: ProposalOptions | None,
+    progress: Progress | None,
+    clock: StepClock | None,
+) -> _ProposalSearch:
+    own = options or ProposalOptions(), progress or _quiet, clock or StepClock()
+    return _ProposalSearch(table, profile, topology, batches, longest, *own)
 
 
 def planned_ms(strategy: Strategy, profile: Profile, lengths: Batch, num_ranks: int) -> float:
