@@ -12,6 +12,9 @@ TESTS ?= tests
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
+# Many processes import the same files: they are compiled to bytecode once, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-all lint format clean
 

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from hgraph.attention_capture import attention_as_packed
 from hgraph.data.packed import Packed
 from hgraph.errors import CaptureError, HydraulisError
+from hgraph.garbage import collector_paused
 from hgraph.graph import BOUNDARIES, TOKENS, Shape, info
 from hgraph.user_code import is_users, user_frame
 
@@ -73,6 +74,7 @@ class Captured:
     module_names: tuple[str, ...] = field(default=())
 
 
+@collector_paused()
 def capture(model: nn.Module, loss: LossFunction, *, fields: Mapping[str, Tensor] | None = None) -> Captured:
     """Returns the joint graph of `loss(model, packed)` for any packed batch.
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from hgraph.annotation import Annotation
 from hgraph.capture import Captured
+from hgraph.garbage import collector_paused
 from hgraph.graph import annotated_text
 from hgraph.reshard_plan import Collective
 from hgraph.strategy import Scheme, check_compilable
@@ -94,6 +95,7 @@ def normalized(captured: Captured, *, exact: bool = False, dump: Dump | None = N
     )
 
 
+@collector_paused()
 def compile_scheme(
     captured: Captured,
     scheme: Scheme,

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryLimits", "calibrate", "max_tokens_of", "profile_of", "token_limits"]
 
-_VERSION = 2
+_LONG_S = 1.0
+"""What takes so many seconds before the first step is not repeated."""
+
+_VERSION = 3
 """Raised by whoever changes what calibration runs, times or fits: profiles that were kept before do not count then."""
 
 
@@ -59,14 +62,14 @@ def calibrate(
     """Returns the profile of every scheme and strategy of the program's pool. Collective.
 
     `lengths` are those of the measured sequences; a scheme is measured with those that its limit and the model's table
-    of positions, if it has one, leave, and with shorter ones instead of the others. With `cache`, a folder,
-    results are kept there by what they depend on.
+    of positions, if it has one, leave, and with shorter ones instead of the others; each `repeats` times, but once
+    where that takes a second. With `cache`, a folder, results are kept there by what they depend on.
     """
     tokens = token_limits(program, limits)
     path = None if cache is None else Path(cache) / f"profile-{_key(program, tokens, lengths, repeats)}.yaml"
     known = program.cluster.broadcast(read_profile_file(path) if path is not None and path.exists() else None)
     if known is None:
-        known = profile_of(program, limits, Sampling(tuple(lengths), repeats), progress=progress)
+        known = profile_of(program, limits, Sampling(tuple(lengths), repeats, long_s=_LONG_S), progress=progress)
         if path is not None and 0 in program.cluster.local_ranks:
             write_profile_file(path, known)
     return known.profile(program.pool.num_ranks)

@@ -199,7 +199,8 @@ class PlannerConfig:
 class CalibrationConfig:
     """How costs are measured before the first step: micro-batches of one sequence of each of `lengths` tokens.
 
-    Each is run `repeats` times. Results are kept under `cache` (a folder; None: measured anew in each run).
+    Each is run `repeats` times, but once where that takes a second. Results are kept under `cache` (a folder; None:
+    measured anew in each run).
     """
 
     lengths: Annotated[tuple[Positive, ...], Field(min_length=3)] = (64, 256, 1024)

@@ -54,12 +54,14 @@ _SIMULATED_MICRO_BATCHES = 2
 class Sampling:
     """What is run: micro-batches of sequences of `lengths`, each `repeats` times.
 
-    With `held_out`, others as well, which no fit sees.
+    With `held_out`, others as well, which no fit sees. What takes `long_s` seconds or more is an average by itself and
+    is not repeated.
     """
 
     lengths: tuple[int, ...] = (32, 128, 512)
     repeats: int = 2
     held_out: bool = False
+    long_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _single(lengths: Sequence[int], limit: int, longest: int | None) -> list[int
 
 
 def num_runs(program: Program, tokens: Mapping[str, int], sampling: Sampling) -> int:
-    """Returns how often `measure` and `measure_bridges` will call their tick for all strategies of the pool."""
+    """Returns how often `measure` and `measure_bridges` call their tick for all strategies, if nothing is too long."""
     total = 0
     known: set[str] = set()
     for strategy in program.pool.strategies:
@@ -138,8 +140,14 @@ def measure(
     taken: dict[tuple[str, tuple[int, ...]], list[float]] = {}
     _run_once(program, strategy, fitted[0], chosen)
     _tick(tick)
-    for _, loads in itertools.product(range(sampling.repeats), (*fitted, *checked)):
-        times = _run_once(program, strategy, loads, chosen)
+    turns, is_long = [*fitted, *checked], set[int]()
+    for _, turn in itertools.product(range(sampling.repeats), range(len(turns))):
+        if turn in is_long:
+            continue
+        loads = turns[turn]
+        times, run_s = _run_once(program, strategy, loads, chosen)
+        if run_s >= sampling.long_s:
+            is_long.add(turn)
         for index in chosen:
             taken.setdefault((names[index], loads[index]), []).append(times[index])
         _tick(tick)
@@ -190,27 +198,31 @@ def micro_batch_counts(strategy: Strategy, loads: Sequence[tuple[int, ...]]) -> 
 
 def _run_once(
     program: Program, strategy: Strategy, loads: Sequence[tuple[int, ...]], chosen: Sequence[int]
-) -> list[float]:
-    """Milliseconds per stage slot of each replica; only those of the replicas `chosen` mean something."""
+) -> tuple[list[float], float]:
+    """Milliseconds per stage slot of each replica, and the seconds of the run: the same on every rank.
+
+    Only the times of the replicas `chosen` mean something.
+    """
     if _is_simulated(program):
         return _run_simulated(program, strategy, loads, chosen)
     counts = micro_batch_counts(strategy, loads)
     watch = _Watch(_wall_s)
     times = _run(program, strategy, _batches(program, loads, counts), watch)
     slots = [count + replica.scheme.pp - 1 for count, replica in zip(counts, strategy.replicas, strict=True)]
-    return [ms / own for ms, own in zip(times, slots, strict=True)]
+    return [ms / own for ms, own in zip(times, slots, strict=True)], max(times) / 1e3
 
 
 def _run_simulated(
     program: Program, strategy: Strategy, loads: Sequence[tuple[int, ...]], chosen: Sequence[int]
-) -> list[float]:
+) -> tuple[list[float], float]:
     counts = [_SIMULATED_MICRO_BATCHES if index in chosen else 0 for index in range(len(loads))]
     watch = _Watch(time.process_time)
-    _run(program, strategy, _batches(program, loads, counts), watch)
+    times = _run(program, strategy, _batches(program, loads, counts), watch)
     at_work = [rank for index in chosen for rank in strategy.replicas[index].ranks]
     messages_s = max(0.0, watch.end_s - watch.start_s - sum(watch.busy_s.values())) / len(at_work)
     slowest_s = [max(watch.busy_s.get(rank, 0.0) for rank in replica.ranks) for replica in strategy.replicas]
-    return [1e3 * (own_s + messages_s) / _SIMULATED_MICRO_BATCHES for own_s in slowest_s]
+    slots = [1e3 * (own_s + messages_s) / _SIMULATED_MICRO_BATCHES for own_s in slowest_s]
+    return slots, max(times) / 1e3
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hgraph.strategy import Scheme
 from runtime.program import Program
-from tests.saved_runs import batches, program, state_of, train
+from tests.saved_runs import batches, model, program, state_of, train
 from tests.small_pools import pool, strategy
 
 
 def main(folder: Path, count: int, seed: int, *, background: bool) -> None:
     torch.set_num_threads(1)
     generator = random.Random(seed)
-    run = program(pool(2, strategy("tp2", Scheme.uniform(2))))
+    run = program(pool(2, strategy("tp2", Scheme.uniform(2))), model(layers=1))
     states = {}
     for step in (3, 4):
         train(run, step)

@@ -33,7 +33,7 @@ def measured(
     ran: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
     run_once = measure._run_once
 
-    def spy(program: Program, own: object, loads: list[tuple[int, ...]], chosen: object) -> list[float]:
+    def spy(program: Program, own: object, loads: list[tuple[int, ...]], chosen: object) -> tuple[list[float], float]:
         for index, load in enumerate(loads):
             ran[index].add(load)
         return run_once(program, own, loads, chosen)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ def store() -> Iterator[dist.TCPStore]:
     yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def channel_of(store: dist.TCPStore, rank: int, num_ranks: int = 2) -> FailureChannel:
-    return FailureChannel(store, rank, num_ranks, heartbeat_s=0.02, stale_s=0.3, exit_when_stuck=False)
+def channel_of(store: dist.TCPStore, rank: int, num_ranks: int = 2, stale_s: float = 0.3) -> FailureChannel:
+    return FailureChannel(store, rank, num_ranks, heartbeat_s=0.02, stale_s=stale_s, exit_when_stuck=False)
 
 
 def test_the_first_report_wins(store: dist.TCPStore) -> None:
@@ -35,13 +35,17 @@ def test_the_first_report_wins(store: dist.TCPStore) -> None:
 
 
 def test_a_rank_without_a_sign_of_life_is_reported_by_the_one_before(store: dist.TCPStore) -> None:
-    channels = [channel_of(store, rank, 3) for rank in range(3)]
+    channels = [channel_of(store, rank, 3, stale_s=1.0) for rank in range(3)]
     for channel in channels:
         channel.start()
-    channels[2]._stopped.set()  # ends its thread without a farewell, as a killed process does
-    assert channels[0].diagnose() == "first failure: rank 2: no sign of life for 0.3 s (killed or frozen)"
-    for channel in channels[:2]:
-        channel.stop()
+    try:
+        channels[2]._stopped.set()  # ends its thread without a farewell, as a killed process does
+        # On a busy machine the one that watches may come late: it is asked again.
+        expected = "first failure: rank 2: no sign of life for 1 s (killed or frozen)"
+        assert any(channels[0].diagnose() == expected for _ in range(10))
+    finally:
+        for channel in channels[:2]:
+            channel.stop()
 
 
 def test_a_rank_that_finished_is_not_missed(store: dist.TCPStore) -> None:

@@ -130,14 +130,16 @@ COSTS = {"tp1": (3e-5, 0.02, 1.5), "tp1.pp2": (1e-5, 0.01, 0.5), "tp2": (2e-5, 0
 def made_up(bias: float = 1.0, wild: Random | None = None) -> object:
     """Returns what stands for a run: exact costs, points held out off by `bias`; one run in seven wild by chance."""
 
-    def run(program: Program, own: Strategy, loads: Sequence[tuple[int, ...]], chosen: Sequence[int]) -> list[float]:
+    def run(
+        program: Program, own: Strategy, loads: Sequence[tuple[int, ...]], chosen: Sequence[int]
+    ) -> tuple[list[float], float]:
         found = []
         for replica, load in zip(own.replicas, loads, strict=True):
             a, b, c = COSTS[str(replica.scheme)]
             ms = sum((a * s + b) * s for s in load) + c
             held_out = load not in shapes_to_fit((8, 16, 64), 200, program.longest_sequence)
             found.append(ms * (bias if held_out else 1.0) * (5.0 if wild and wild.random() < 1 / 7 else 1.0))
-        return found
+        return found, max(map(sum, loads)) / 100
 
     return run
 
@@ -182,6 +184,12 @@ class TestFits:
     def test_nothing_is_held_out_at_the_start_of_a_run(self, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure, "_run_once", made_up())
         assert all(own.fit is None for own in profile_of(program, LIMITS, Sampling((8, 16, 64), 1)).schemes.values())
+
+    def test_what_takes_long_is_not_repeated(self, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measure, "_run_once", made_up())
+        sampling = Sampling((8, 16, 64), 3, long_s=0.64)
+        (samples,) = measure.measure(program, program.pool["two"], (U(2),), LIMITS.max_tokens, sampling).values()
+        assert {sum(sample.lengths): len(sample.ms) for sample in samples} == {8: 3, 16: 3, 64: 1}
 
 
 class TestMemory:
