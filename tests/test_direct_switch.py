@@ -53,9 +53,13 @@ def table_loss(model: nn.Module, packed: Packed) -> torch.Tensor:
     return token_loss(model(packed.tokens), packed)
 
 
+def tied_llama() -> nn.Module:
+    return llama(hidden=24, ffn=25, vocab_size=VOCABULARY, tie_embeddings=True)
+
+
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return llama(hidden=24, ffn=25, vocab_size=VOCABULARY, tie_embeddings=True)
+    return tied_llama()
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +160,8 @@ def test_what_has_accumulated_is_not_lost_where_a_strategy_gets_no_sequence_of_a
 
 class TestApi:
     def test_a_step_in_parts(self, model: nn.Module) -> None:
-        own = exact_program(llama(hidden=24, ffn=25, vocab_size=VOCABULARY), language_loss, POOL)
-        other = exact_program(llama(hidden=24, ffn=25, vocab_size=VOCABULARY), language_loss, POOL)
+        own = exact_program(tied_llama(), language_loss, POOL)
+        other = exact_program(tied_llama(), language_loss, POOL)
         batch = draw_batch(1, [6, 3, 12, 5], VOCABULARY)
         out = own.step(batch, parts=[("tp2.pp2", [2]), ("tp2,tp1x2", [0, 1, 3])])
         same = other.step(batch)
@@ -255,8 +259,7 @@ def step_in_parts() -> tuple[str, float, float, str, int]:
     Returns the error's text (none where one process has all ranks), what both steps gave, and the bytes moved.
     """
     torch.set_num_threads(1)
-    own = llama(hidden=24, ffn=25, vocab_size=VOCABULARY)
-    program = exact_program(own, language_loss, POOL, bucket_mb=0.01)
+    program = exact_program(tied_llama(), language_loss, POOL, bucket_mb=0.01)
     text = ""
     if len(program.ranks) == 1:
         first = 0 if 1 in program.ranks else 2
