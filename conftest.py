@@ -6,6 +6,7 @@ processes stay together as well, so that those processes are started once and ne
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Draws the same examples in every run, without a time limit on one: a shared machine may be slow."""
+    """Draws the same examples in every run, without a time limit on one: a shared machine may be slow.
+
+    Garbage is looked for less often: what tests share, such as traced models, makes each look long.
+    """
+    gc.set_threshold(50_000)
     hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("repeatable")
 

@@ -260,6 +260,7 @@ def test_a_process_that_is_killed_leaves_the_last_complete_one(
     assert_same_state(state_of(other), state_of(expected))
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_processes_write_beside_training(gloo: GlooPool, tmp_path: Path) -> None:
     results = gloo.run(save_beside_training, str(tmp_path), num_ranks=2, timeout_s=150.0)

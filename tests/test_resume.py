@@ -294,6 +294,7 @@ def save_after_three(folder: str) -> tuple[list[float], dict[str, dict[str, Tens
     return losses, state_of(run)
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_saved_by_four_processes_resumed_on_simulated_ranks(gloo: GlooPool, unbroken: Unbroken, tmp_path: Path) -> None:
     results = gloo.run(save_after_three, str(tmp_path), timeout_s=120.0)
