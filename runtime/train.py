@@ -37,7 +37,7 @@ from runtime.summary import StaticComparison, Summary, print_summary, write_summ
 
 __all__ = ["train"]
 
-_COMPARED_BATCHES = 5
+_COMPARED_BATCHES = 3
 _MIB = 2**20
 
 
