@@ -406,7 +406,6 @@ def kill_while_saving(folder: Path, count: int, seed: int, *how: str) -> list[st
 @pytest.mark.parametrize(
     ("count", "how"),
     [
-        pytest.param(3, (), marks=pytest.mark.long),
         pytest.param(6, ("background",), marks=pytest.mark.long),
         pytest.param(40, (), marks=pytest.mark.long),
         pytest.param(40, ("background",), marks=pytest.mark.long),
